@@ -77,10 +77,8 @@ def test_few_rows_have_more_threads(runs, words):
 
 def test_what_waits_for_no_reduction_is_read_before_it(device, texts):  # noqa: F811
     """Of few rows, a weight is read together with the row."""
-    weight = torch.nn.Parameter(torch.randn(768))
-    net = Net(lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * m.weight)
-    net.weight = weight
-    checked(net, device, 2, 768)
+    compute = ROWS["a root mean square"]
+    checked(Net(lambda m, x: compute(x) * m.weight, weight=torch.randn(768)), device, 2, 768)
     (text,) = texts
     first, after = text.split("across_threads", 1)
     assert "p.memory[1]" in first and "p.memory[1]" not in after
@@ -90,13 +88,11 @@ def test_what_waits_for_no_reduction_is_read_before_it(device, texts):  # noqa: 
 @pytest.mark.parametrize("groups", [1, 2, 8, 16])
 def test_groups_are_rows(groups, layout, device, texts):  # noqa: F811
     """All channels of a group are in one row: its sums are taken once."""
-    weight, bias = torch.randn(16), torch.randn(16)
 
     def forward(m, x):
-        scale = [each.to(x.device, x.dtype) for each in (weight, bias)]
-        return F.silu(F.group_norm(x.contiguous(memory_format=layout), groups, *scale)) + 1
+        return F.silu(F.group_norm(x.contiguous(memory_format=layout), groups, m.weight, m.bias)) + 1
 
-    checked(Net(forward), device, 3, 16, 5, 6)
+    checked(Net(forward, weight=torch.randn(16), bias=torch.randn(16)), device, 3, 16, 5, 6)
     if layout == torch.contiguous_format:
         assert any("held0" in text for text in texts)
 
@@ -112,35 +108,28 @@ def test_only_a_sum_of_exponentials_is_known_to_have_an_inverse(scale, device, t
 
 
 HALF = (LONGEST + 4096) // 2
-WEIGHT = torch.linspace(0.5, 2, 2 * HALF).view(2, HALF)
 LONG = {
-    "softmax": lambda x: F.softmax(x, -1),
-    "log_softmax": lambda x: F.log_softmax(x, -1) * 2,
-    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
-    "layer_norm of several sides": lambda x: F.layer_norm(
-        x.view(2, 2, -1), (2, HALF), WEIGHT.to(x.device, x.dtype), 1 - WEIGHT.to(x.device, x.dtype)
-    ),
-    "group_norm": lambda x: F.group_norm(
-        x.view(1, 4, -1, 2),
-        2,
-        WEIGHT[:, :2].flatten().to(x.device, x.dtype),
-        WEIGHT[:, :2].flatten().to(x.device, x.dtype),
-    ),
-    "mean": lambda x: x.mean(-1) + 1,
-    "mean of all": lambda x: x.mean() + 1,
-    "sum": lambda x: x.sum(-1, keepdim=True) * 2,
-    "sum of all": lambda x: x.sum() * 2,
-    "greatest": lambda x: x.amax(-1) + 1,
-    "variance": lambda x: x.var(-1) + 1,
-    "variance of all": lambda x: x.var(correction=0) + 1,
-    "of float32": lambda x: x.abs().sum(-1, dtype=torch.float32) + x.mean(-1, dtype=torch.float32),
+    "softmax": lambda m, x: F.softmax(x, -1),
+    "log_softmax": lambda m, x: F.log_softmax(x, -1) * 2,
+    "layer_norm": lambda m, x: F.layer_norm(x, x.shape[1:]),
+    "layer_norm of several sides": lambda m, x: F.layer_norm(x.view(2, 2, -1), (2, HALF), m.weight, m.bias),
+    "group_norm": lambda m, x: F.group_norm(x.view(1, 4, -1, 2), 2, m.scale, m.shift),
+    "mean": lambda m, x: x.mean(-1) + 1,
+    "mean of all": lambda m, x: x.mean() + 1,
+    "sum": lambda m, x: x.sum(-1, keepdim=True) * 2,
+    "sum of all": lambda m, x: x.sum() * 2,
+    "greatest": lambda m, x: x.amax(-1) + 1,
+    "variance": lambda m, x: x.var(-1) + 1,
+    "variance of all": lambda m, x: x.var(correction=0) + 1,
+    "of float32": lambda m, x: x.abs().sum(-1, dtype=torch.float32) + x.mean(-1, dtype=torch.float32),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows_are_cut_into_parts(name, dtype, device):  # noqa: F811
-    net = Net(lambda m, x: LONG[name](x))
+    weight, scale = torch.linspace(0.5, 2, 2 * HALF).view(2, HALF), torch.linspace(0.5, 2, 4)
+    net = Net(LONG[name], weight=weight, bias=1 - weight, scale=scale, shift=1 - scale)
     made = checked(net, device, 2, LONGEST + 4096, dtype=dtype, exact=name != "of float32")
     assert made.launches > 1 and not made.calls, made.code
 
@@ -149,7 +138,7 @@ def test_long_rows_are_cut_into_parts(name, dtype, device):  # noqa: F811
 def test_rows_that_cannot_be_cut_are_torchs(name, device):  # noqa: F811
     length = 32771  # a prime number
     assert all(length % divisor for divisor in range(2, math.isqrt(length) + 1))
-    made = checked(Net(lambda m, x: LONG[name]((x * 2).cumsum(0))), device, 2, length)
+    made = checked(Net(lambda m, x: LONG[name](m, (x * 2).cumsum(0))), device, 2, length)
     assert made.calls.total() == 2, made.code
 
 

@@ -497,8 +497,8 @@ class _Staged:
 
 STAGED_ELEMENTS: Final = 64
 """Most elements of a staged row that a thread has: it holds them in registers."""
-STAGED_RUN: Final = 8
-"""Bytes of a run that threads may just as well read from memory."""
+STAGED_RUN: Final = 2
+"""Most elements of a run. Threads may just as well read more at once from memory."""
 STAGED_BYTES: Final = 32 << 10
 """Most shared memory of a block."""
 
@@ -507,7 +507,7 @@ def _staged(
     loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int
 ) -> _Staged | None:
     """How rows are staged; None if they need not be, or cannot be."""
-    size, widest = reductions[0].over.size, max((read.dtype.itemsize for read in loops.reads), default=1)
+    size = reductions[0].over.size
     lanes = size & -size  # so that adjacent threads read different banks
     are_alike = all(row.over.size == size for row in reductions) and length in (1, size) and loops.into is None
     if not are_alike or lanes > WARP or size // lanes > STAGED_ELEMENTS or rows * lanes < STAGED_LEAST:
@@ -515,7 +515,7 @@ def _staged(
     runs = [size // _vector_of_rows(together) for together in _together(reductions)]
     if all(one <= WARP and one & (one - 1) == 0 for one in runs):
         return None  # the threads of a warp read in one piece anyway
-    if all(size // one * widest >= STAGED_RUN for one in runs):
+    if all(size // one > STAGED_RUN for one in runs):
         return None
     element, found = variable(ROW, rows) * size + variable(RUN, size), dict[Read, int]()
     over = [(row.over.name, row.leaves) for row in reductions]
