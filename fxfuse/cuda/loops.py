@@ -73,6 +73,14 @@ REGISTERS: Final = 2**16
 """Of a multiprocessor."""
 MOST_THREADS: Final = 1024
 """Most threads of a block."""
+STAGED_ELEMENTS: Final = 64
+"""Most elements of a staged row that a thread has: it holds them in registers."""
+STAGED_RUN: Final = 2
+"""Most elements that threads would read at once from memory, if a row is to be staged instead."""
+STAGED_BYTES: Final = 32 << 10
+"""Most shared memory of a block that stages its rows."""
+STAGED_LEAST: Final = BUSY // 8
+"""Fewest threads for which staging pays: with fewer, the time of one row matters."""
 
 _BODY: Final = """\
 using namespace {functions};
@@ -402,19 +410,14 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     functions_ += _others(loops, width, arguments, text)
     index = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(LANE, width)
     inside = "" if held is None else "if (inside) "
-    stores = _stores(loops)
     if staged is not None and staged.results:
-        results = ["result", *(f"other{number}" for number in range(len(loops.also)))]
-        stores = [f"staged{place}[own + run] = as_number({name}.element[0]);" for place, name in enumerate(results)]
-    elif into is None or loops.also:
-        text.before.append(f"const unsigned place = {text.place(index)};")
-        stores += ["result.store(out + place);"] if into is None else []
-    if into is not None:
-        stores += _put(into, access, width, "out", inside, text)
-    stores = [f"{inside}{store}" for store in stores]
-    if staged is not None and staged.results:
-        loops_ += [*_loop("kSize", length, width, text, stores), *staged.after(loops)]
+        loops_ += [*_loop("kSize", length, width, text, staged.stores()), *staged.after(loops)]
     else:
+        stores = _stores(loops)
+        if into is None or loops.also:
+            text.before.append(f"const unsigned place = {text.place(index)};")
+        stores += ["result.store(out + place);"] if into is None else _put(into, access, width, "out", inside, text)
+        stores = [f"{inside}{store}" for store in stores]
         runs = text.number(length // vector)
         loops_ += ["if (!exists) return;", *_loop(runs, length // vector, width, text, stores)]
     longest = max(longest, length // vector)
@@ -483,8 +486,13 @@ class _Staged:
             lines.append(f"stage<kThreads>(staged{buffer}, {source}, staged);")
         return [*lines, "__syncthreads();", "const unsigned own = threadIdx.x / kLanes * kSize;"]
 
+    def stores(self) -> list[str]:
+        """The statements that put a row's results into the buffers."""
+        names = ["result", *(f"other{number}" for number in range(self.results - 1))]
+        return [f"staged{buffer}[own + {RUN}] = as_number({name}.element[0]);" for buffer, name in enumerate(names)]
+
     def after(self, loops: Loops) -> list[str]:
-        """The statements that write the results."""
+        """The statements that write the results from the buffers."""
         others = [
             f"static_cast<{_TYPES[store.output.dtype]}*>(p.other[{number}])" for number, store in enumerate(loops.also)
         ]
@@ -495,27 +503,22 @@ class _Staged:
         ]
 
 
-STAGED_ELEMENTS: Final = 64
-"""Most elements of a staged row that a thread has: it holds them in registers."""
-STAGED_RUN: Final = 2
-"""Most elements of a run. Threads may just as well read more at once from memory."""
-STAGED_BYTES: Final = 32 << 10
-"""Most shared memory of a block."""
-
-
 def _staged(
     loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int
 ) -> _Staged | None:
-    """How rows are staged; None if they need not be, or cannot be."""
+    """How rows are staged; None if they need not be, or cannot be.
+
+    A few short rows are not, since a thread would go over its elements one after another. Nor are rows of which a warp
+    reads several in one piece anyway.
+    """
     size = reductions[0].over.size
     lanes = size & -size  # so that adjacent threads read different banks
     are_alike = all(row.over.size == size for row in reductions) and length in (1, size) and loops.into is None
     if not are_alike or lanes > WARP or size // lanes > STAGED_ELEMENTS or rows * lanes < STAGED_LEAST:
         return None
     runs = [size // _vector_of_rows(together) for together in _together(reductions)]
-    if all(one <= WARP and one & (one - 1) == 0 for one in runs):
-        return None  # the threads of a warp read in one piece anyway
-    if all(size // one > STAGED_RUN for one in runs):
+    is_in_one_piece = all(one <= WARP and one & (one - 1) == 0 for one in runs)
+    if is_in_one_piece or all(size // one > STAGED_RUN for one in runs):
         return None
     element, found = variable(ROW, rows) * size + variable(RUN, size), dict[Read, int]()
     over = [(row.over.name, row.leaves) for row in reductions]
@@ -534,10 +537,6 @@ def _staged(
         each.dtype in RESULT_DTYPES and not (each.slot.alignment % ACCESS or each.offset % ACCESS) for each in results
     )
     return staged if found and are_staged and staged.nbytes <= STAGED_BYTES else None
-
-
-STAGED_LEAST: Final = BUSY // 8
-"""Fewest threads for which staging pays: with fewer, the time of one row matters."""
 
 
 def _normal(leaves: Sequence[Leaf]) -> list[Expr]:
@@ -561,7 +560,7 @@ def _is_from_one(row: Reduced) -> bool:
 
 
 def _is_alike(one: Expr, leaves: Sequence[Leaf], other: Expr, leaves_of_other: Sequence[Leaf]) -> bool:
-    """Whether two expressions compute the same of their leaves."""
+    """Whether two expressions compute the same of the same leaves."""
     if isinstance(one, Call) and isinstance(other, Call):
         pairs = zip(one.args, other.args, strict=False)
         is_same_call = one.op == other.op and len(one.args) == len(other.args)
