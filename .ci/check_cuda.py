@@ -237,7 +237,8 @@ def filter_gradients(precision: Precision, first: int | None) -> Iterator[Kernel
 
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
-    softmax, standardised weights, means of images in channels_last and their windows, columns' softmax, a product."""
+    softmax, standardised weights, means of images in channels_last and their windows, columns' softmax, a product, rows
+    of all kinds: short, long, few, and those of groups."""
     aten = torch.ops.aten
 
     def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
@@ -257,6 +258,8 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     )
     columns = value("columns", 8, 150, 64, 64)
     factors = (value("one", 26, 13, 13), value("other", 26, 13, 49))
+    short, long, longest = value("short", 65536, 7), value("long", 1024, 16384), value("longest", 512, 32768)
+    few, groups, of_groups = value("few", 16, 4096), value("groups", 64, 320, 16, 16), value("normal", 64, 320, 16, 16)
     before: list[LoopsKernel] = []
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
@@ -286,6 +289,20 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         (loops_of(aten.max_pool2d_with_indices.default, (pictures, [3, 3], [2, 2], [1, 1]), {}, halved), None),
         (loops_of(aten._softmax.default, (columns, 1, False), {}, value("of columns", *columns.shape)), None),
         (loops_of(aten.bmm.default, factors, {}, value("product", 26, 13, 49)), None),
+        *(
+            (loops_of(aten._softmax.default, (x, -1, False), {}, value("of rows", *x.shape)), None)
+            for x in (short, long)
+        ),
+        (loops_of(aten._log_softmax.default, (longest, -1, False), {}, value("of longest", 512, 32768)), None),
+        (loops_of(aten.mean.dim, (short, [-1]), {}, value("means", 65536)), None),
+        (
+            loops_of(aten._fused_rms_norm.default, (few, [4096], value("gains", 4096), 1e-6), {}, value("y", 16, 4096)),
+            None,
+        ),
+        (
+            loops_of(aten.native_group_norm.default, (groups, None, None, 64, 320, 256, 32, 1e-6), {}, of_groups),
+            loops_of(aten.silu.default, (of_groups,), {}, value("activated", 64, 320, 16, 16)),
+        ),
     ):
         assert first is not None
         wholes = [first if second is None else inlined(second, {first.output.slot: first})]
@@ -294,7 +311,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         for made in map(loops.kernel, wholes):
             assert made is not None
             yield loops.source_of([made])
-            together = [made, *before[-1:]]
+            together = [made, *(one for one in before[-1:] if loops.fit_together([made, one]))]
             while loops.fit_together([made, *together]):
                 together.insert(0, made)
             yield loops.source_of(together)
