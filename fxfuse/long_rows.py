@@ -43,6 +43,7 @@ def sum_of(
 
 
 def greatest_of(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """As `sum_of`, for the greatest elements."""
     greatest = _by_parts(torch.amax, x, dim, keepdim)
     return greatest if greatest is NotImplemented else greatest.to(x.dtype)
 
@@ -124,6 +125,7 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A value for each channel, in a shape that broadcasts over images and pixels of x."""
     return values.view([1, -1, *([1] * (x.dim() - 2))])
 
 

@@ -514,11 +514,9 @@ class _Plan:
                 self.absent.add(number)
         for number, loops in list(self.computed.items()):
             step = self._steps[number]
-            is_alone = (
-                isinstance(step, Launch) and loops is step.loops
-            )  # nothing was inlined: its own kernel was chosen
-            if is_alone and not (self._suits is None and kernels.stages(loops)):
-                del self.computed[number]
+            nothing_inlined = isinstance(step, Launch) and loops is step.loops
+            if nothing_inlined and not (self._suits is None and kernels.stages(loops)):
+                del self.computed[number]  # its own kernel was chosen; loops are better only where they stage rows
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:
         """A step's loops with nothing inlined; the slots that they read, each with the step's number; and the step, if
