@@ -27,11 +27,7 @@ from fxfuse.expression import parse
 DEVICE = Path(__file__).parent / "emulated_gpu"
 KERNELS = PACKAGE / "cuda" / "kernels"
 _MORE_FLAGS = os.environ.get("FXFUSE_EMULATOR_FLAGS", "").split()  # such as AddressSanitizer's, see CONTRIBUTING.md
-_COMPILER = (
-    "g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC",
-    "-fno-gnu-unique",  # else libraries would share the first one's shared memory, if the kernels' names are the same
-    *_MORE_FLAGS,
-)  # fmt: skip
+_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -125,10 +121,15 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """A generated CUDA source as a library for the CPU."""
+    """A generated CUDA source as a library for the CPU.
+
+    Its namespace gets a name of its own. The libraries of a process share static variables of the same name, which the
+    fibers are meant to be, but not kernels' shared memory.
+    """
     folder = Path(_folder().name)
-    path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
-    path.with_suffix(".cpp").write_text(source)
+    name = hashlib.sha256(source.encode()).hexdigest()[:16]
+    path = folder / name
+    path.with_suffix(".cpp").write_text(source.replace("fxfuse_kernel", f"kernel_{name}"))
     command = [
         *_COMPILER, "-shared", "-I", str(folder), "-I", str(PACKAGE), "-include", "cuda_runtime.h",  # as nvcc does
         "-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp")),
