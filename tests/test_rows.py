@@ -116,8 +116,8 @@ LONG = {
     "group_norm": lambda m, x: F.group_norm(x.view(1, 4, -1, 2), 2, m.scale, m.shift),
     "mean": lambda m, x: x.mean(-1) + 1,
     "mean of all": lambda m, x: x.mean() + 1,
-    "sum": lambda m, x: x.sum(-1, keepdim=True) * 2,
-    "sum of all": lambda m, x: x.sum() * 2,
+    "sum": lambda m, x: x.abs().sum(-1, keepdim=True) * 2,  # of numbers that do not cancel
+    "sum of all": lambda m, x: x.abs().sum() * 2,
     "greatest": lambda m, x: x.amax(-1) + 1,
     "variance": lambda m, x: x.var(-1) + 1,
     "variance of all": lambda m, x: x.var(correction=0) + 1,
