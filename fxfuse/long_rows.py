@@ -198,7 +198,12 @@ def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
     return (exact(x) - mean) * scale, mean, scale
 
 
-def _if_long(rule: Callable[..., Any], row: Callable[..., int]) -> Callable[..., Any]:
+def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
+    dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
+    return math.prod(x.shape[one] for one in dims)
+
+
+def _if_long(rule: Callable[..., Any], row: Callable[..., int] = _row_along) -> Callable[..., Any]:
     """Limits a rule to rows of more than LONGEST elements. `row`: the length of one, by the same arguments."""
 
     @functools.wraps(rule)
@@ -209,20 +214,15 @@ def _if_long(rule: Callable[..., Any], row: Callable[..., int]) -> Callable[...,
     return taken_apart
 
 
-def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
-    dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
-    return math.prod(x.shape[one] for one in dims)
-
-
 LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
-    _aten.sum.default: _if_long(sum_of, _row_along),
-    _aten.sum.dim_IntList: _if_long(sum_of, _row_along),
-    _aten.mean.default: _if_long(mean_of, _row_along),
-    _aten.mean.dim: _if_long(mean_of, _row_along),
-    _aten.amax.default: _if_long(greatest_of, _row_along),
-    _aten.var.correction: _if_long(variance_of, _row_along),
-    _aten._softmax.default: _if_long(_softmax, _row_along),
-    _aten._log_softmax.default: _if_long(_log_softmax, _row_along),
+    _aten.sum.default: _if_long(sum_of),
+    _aten.sum.dim_IntList: _if_long(sum_of),
+    _aten.mean.default: _if_long(mean_of),
+    _aten.mean.dim: _if_long(mean_of),
+    _aten.amax.default: _if_long(greatest_of),
+    _aten.var.correction: _if_long(variance_of),
+    _aten._softmax.default: _if_long(_softmax),
+    _aten._log_softmax.default: _if_long(_log_softmax),
     _aten.native_layer_norm.default: _if_long(_layer_norm, lambda x, sides, *_: math.prod(sides)),
     _aten.native_group_norm.default: _if_long(
         _group_norm, lambda x, weight, bias, images, channels, pixels, groups, eps: channels // groups * pixels

@@ -43,6 +43,14 @@ def any_device(request, monkeypatch):
     return where(request.param, monkeypatch)
 
 
+@pytest.fixture
+def texts(monkeypatch):
+    """The sources of the kernels that are made for a GPU."""
+    found, source_of = [], kernels.source_of
+    monkeypatch.setattr(kernels, "source_of", lambda made: found.append(source_of(made)) or found[-1])
+    return found
+
+
 def where(kind, monkeypatch):
     """The device of models, after what makes it one of this kind."""
     if kind != "emulated":
@@ -1293,10 +1301,8 @@ SUMS_OF_THE_SAME = {
 
 
 @pytest.mark.parametrize("name", SUMS_OF_THE_SAME)
-def test_sums_of_the_same_are_one_kernel(name, device, monkeypatch):
+def test_sums_of_the_same_are_one_kernel(name, device, texts):
     """As batch normalisation's gradients need them: memory is read once."""
-    texts, source_of = [], kernels.source_of
-    monkeypatch.setattr(kernels, "source_of", lambda found: texts.append(source_of(found)) or texts[-1])
     compute, shape = SUMS_OF_THE_SAME[name]
     checked(Net(lambda m, x: compute(x.cumsum(0))), device, *shape, exact=False)
     assert [text.count("struct Body") for text in texts if "Totals<" in text] == [1]

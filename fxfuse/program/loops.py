@@ -788,9 +788,9 @@ def divided(loops: Loops) -> Loops:
     So all elements of a group are in one row. A dimension stays whole if that would make more work.
     """
     output = loops.output
+    atoms = [atom for row in loops.reductions for index in indices_of(row.leaves) for atom in index.atoms()]
     for dim, size in enumerate(output.shape):
         whole = variable(f"c{dim}", size)
-        atoms = [atom for row in loops.reductions for index in indices_of(row.leaves) for atom in index.atoms()]
         parts = {atom.by for atom in atoms if isinstance(atom, Quotient) and atom.of == whole}
         part = min(parts, default=1)
         if part == 1 or size % part:

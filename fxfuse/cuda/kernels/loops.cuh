@@ -177,7 +177,8 @@ __device__ __forceinline__ void run_loops(const LoopsArguments<Body>& arguments,
     if constexpr (!Body::kPlaced) result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
 }
 
-// Two blocks of 512 threads fit into the registers of a multiprocessor: one computes while the other reads.
+// Two blocks of 512 threads fit into the registers of a multiprocessor: one computes while the other reads. 0 leaves the
+// registers of other blocks to the compiler.
 template <int kThreads, class... Forms>
 __global__ void __launch_bounds__(kThreads, kThreads == 512 ? 2 : 0)
     loops_kernel(const __grid_constant__ LoopsTogether<Forms...> together) {

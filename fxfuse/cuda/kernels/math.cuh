@@ -99,7 +99,8 @@ namespace math_float {
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 __device__ __forceinline__ float expm1(float x) { return expm1f(x); }
 
-// x / c for a c that the compiler knows, with c and 1 / c normal. The result is correctly rounded (Markstein 1990)
+// x / c for a c that is the same for many x (a number in the source, or a sum of a row), with c and 1 / c normal. The
+// inverse is computed once. The result is correctly rounded (Markstein 1990)
 // where |x| is at least 2^-100 and the quotient normal, else an ulp off. IEEE division would branch.
 __device__ __forceinline__ float divide_by_constant(float x, float c) {
     const float inverse = 1.0f / c, quotient = x * inverse;

@@ -73,36 +73,21 @@ struct Totals {
     }
 };
 
-// Copies `count` elements from and to memory, by all threads of a block. Both places are multiples of 16 bytes.
-template <int kThreads, class T>
-__device__ __forceinline__ void stage(float* staged, const T* source, unsigned count) {
-    constexpr unsigned kVector = 16 / sizeof(T);
-    for (unsigned at = threadIdx.x * kVector; at < count / kVector * kVector; at += kThreads * kVector) {
-        Adjacent<T, kVector, 16> run;
-        Adjacent<float, kVector, 16> numbers;
-        run.load(source + at);
+// Copies `count` elements by all threads of a block, from memory to shared memory or back. Both places are multiples of
+// 16 bytes.
+template <int kThreads, class To, class From>
+__device__ __forceinline__ void stage(To* to, const From* from, unsigned count) {
+    constexpr unsigned kVector = 16 / (sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
+    const unsigned whole = count / kVector * kVector;
+    for (unsigned at = threadIdx.x * kVector; at < whole; at += kThreads * kVector) {
+        Adjacent<From, kVector, 16> read;
+        Adjacent<To, kVector, 16> written;
+        read.load(from + at);
 #pragma unroll
-        for (unsigned i = 0; i < kVector; ++i) numbers.element[i] = as_number(run.element[i]);
-        numbers.store(staged + at);
+        for (unsigned i = 0; i < kVector; ++i) set(written.element[i], as_number(read.element[i]));
+        written.store(to + at);
     }
-    for (unsigned at = count / kVector * kVector + threadIdx.x; at < count; at += kThreads) {
-        staged[at] = as_number(source[at]);
-    }
-}
-template <int kThreads, class T>
-__device__ __forceinline__ void unstage(T* destination, const float* staged, unsigned count) {
-    constexpr unsigned kVector = 16 / sizeof(T);
-    for (unsigned at = threadIdx.x * kVector; at < count / kVector * kVector; at += kThreads * kVector) {
-        Adjacent<float, kVector, 16> numbers;
-        Adjacent<T, kVector, 16> run;
-        numbers.load(staged + at);
-#pragma unroll
-        for (unsigned i = 0; i < kVector; ++i) set(run.element[i], numbers.element[i]);
-        run.store(destination + at);
-    }
-    for (unsigned at = count / kVector * kVector + threadIdx.x; at < count; at += kThreads) {
-        set(destination[at], staged[at]);
-    }
+    for (unsigned at = whole + threadIdx.x; at < count; at += kThreads) set(to[at], as_number(from[at]));
 }
 
 // Like run_loops, for a Body of rows.
