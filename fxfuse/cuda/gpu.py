@@ -17,6 +17,9 @@ import torch
 
 from fxfuse import toolchain
 
+MINIMUM_CAPABILITY: Final = (8, 0)
+"""cp.async and the tensor-core instructions that kernels use came with Ampere."""
+
 
 @dataclass(frozen=True)
 class Gpu:

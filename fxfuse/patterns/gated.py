@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 
 from fxfuse.cuda import gpu
-from fxfuse.cuda.plan import MINIMUM_CAPABILITY
 from fxfuse.expression import Acc, Expr, Operand, rewrite
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Source, find_anchor, known_tensor
@@ -77,7 +76,7 @@ def _have_kernel(root: nn.Module, *weights: Source | None) -> bool:
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
     # a fake tensor may be on a GPU that is not there
-    return tensor.is_cuda and gpu.is_there() and gpu.capability(tensor.device) >= MINIMUM_CAPABILITY
+    return tensor.is_cuda and gpu.is_there() and gpu.capability(tensor.device) >= gpu.MINIMUM_CAPABILITY
 
 
 def _joined(region: Region, gate: Region, mutations: Mutations) -> Region:

@@ -11,7 +11,6 @@ from fxfuse import build, stream_capture
 from fxfuse.cuda import codegen, gpu, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
-from fxfuse.cuda.plan import MINIMUM_CAPABILITY
 from fxfuse.errors import FxfuseError
 from fxfuse.expression import Acc
 from fxfuse.layout import contiguous_strides, flatten
@@ -26,7 +25,7 @@ def may_compute(expected: torch.Tensor) -> bool:
     """Whether a kernel of ours may compute a result of this dtype on this device."""
     if not expected.is_cuda or expected.dtype not in RESULT_DTYPES:
         return False
-    return gpu.capability(expected.device) >= MINIMUM_CAPABILITY
+    return gpu.capability(expected.device) >= gpu.MINIMUM_CAPABILITY
 
 
 def quickest(

@@ -53,7 +53,11 @@ class _Row:
         return self.reduced(body, "max", lambda _, x: x)
 
     def mean(self, body: Body) -> Expr:
-        return _over(body, self.reduced(body, "sum", lambda _, x: x), self.size)
+        total = self.reduced(body, "sum", lambda _, x: x)
+        if self._x.dtype == torch.float32:
+            return _over(body, total, self.size)
+        # sums of equal 16-bit numbers are exact, and so their mean is the number itself
+        return Call("div", (total, body.leaf(Position(Index() + self.size))))
 
     def squares(self, body: Body) -> Expr:
         return self.reduced(body, "sum", lambda _, x: Call("mul", (x, x)))
@@ -68,8 +72,14 @@ class _Row:
         return self.reduced(body, "sum", square, 1)
 
     def normalised(self, body: Body, x: Expr, eps: float) -> Expr:
+        left = Call("sub", (x, self.mean(body)))
+        if self._x.dtype == torch.float32:
+            # A large mean is rounded by more than the smallest deviations from it. What the deviations add up to says
+            # by how much. Numbers of 16 bits deviate by more.
+            error = self.reduced(body, "sum", lambda inner, x: Call("sub", (x, self.mean(inner))), 1)
+            left = Call("sub", (left, _over(body, error, self.size)))
         variance = _over(body, self.deviations(body), self.size)
-        return Call("mul", (Call("sub", (x, self.mean(body))), _inverse_root(variance, eps)))
+        return Call("mul", (left, _inverse_root(variance, eps)))
 
 
 def _over(body: Body, total: Expr, count: int) -> Expr:
