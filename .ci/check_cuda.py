@@ -37,6 +37,7 @@ from fxfuse.cuda import (
     conv2d_weight,
     gemm,
     gemm_problem,
+    layer_norm,
     loops,
     pointwise,
 )
@@ -190,6 +191,12 @@ def passes(output: torch.dtype) -> Iterator[Kernel]:
     yield pointwise.transposed_pair(of_x, of_filters)
 
 
+def normalisations(output: torch.dtype) -> Iterator[Kernel]:
+    """Rows that few threads share, a warp, and several; whose threads hold as many elements as any do."""
+    for columns in (96, 768, 1000, 1024, 2048, 8192, 6143, 7):
+        yield from layer_norm.candidates(layer_norm.Problem(4096, columns, columns, 512, 1e-5, output))
+
+
 def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
     """Of one query and of several that share keys, with masks of truth values and numbers and without, few and many
     channels; by clusters of blocks, too, or not."""
@@ -253,7 +260,6 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     factors = (value("one", 26, 13, 13), value("other", 26, 13, 49))
     short, long, longest = value("short", 65536, 7), value("long", 1024, 16384), value("longest", 512, 32768)
     few, groups, of_groups = value("few", 16, 4096), value("groups", 64, 320, 16, 16), value("normal", 64, 320, 16, 16)
-    plain = [[value(f"{name} {side}", 4096, side) for name in ("x", "y")] for side in (7, 96, 1000, 6143, 8192)]
     before: list[LoopsKernel] = []
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
@@ -287,10 +293,6 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             (loops_of(aten._softmax.default, (x, -1, False), {}, value("of rows", *x.shape)), None)
             for x in (short, long)
         ),
-        *(
-            (loops_of(aten.native_layer_norm.default, (one, one.shape[1:], None, None, 1e-6), {}, normal), None)
-            for one, normal in plain
-        ),
         (loops_of(aten._log_softmax.default, (longest, -1, False), {}, value("of longest", 512, 32768)), None),
         (loops_of(aten.mean.dim, (short, [-1]), {}, value("means", 65536)), None),
         (
@@ -321,7 +323,7 @@ def sources(arch: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        kernels = [*gemms(precision, first), *passes(output)]
+        kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for number, text in enumerate(between_regions(output)):

@@ -529,7 +529,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             left_out=left_out,
             regions=sum(region.kernel is not None for region in report.regions),
             skipped=len(report.skipped),
-            why_not=steps.left_to_torch(report),
+            why_not=steps.left_to_torch(report) if trial.train else "",
         )
         if trial.train:
             failed = warmed(calls, device, steps.error, steps.explained(row.eager_error))

@@ -23,6 +23,7 @@ from fxfuse.cuda import (
     depthwise,
     gemm,
     gemm_problem,
+    layer_norm,
     pointwise,
 )
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
@@ -811,3 +812,94 @@ def test_max_pooling_of_an_epilogue(size, stride, padding, ceil_mode, dtype, cha
         operands = (Operand(bias, strides[0]), Operand(residual, strides[1]))
         launch(kernel, "maximum(acc + o0, o1)", (acc, out), operands)
         assert torch.equal(out.nan_to_num(77), want.nan_to_num(77)), (channels, (out != want).sum())
+
+
+# -------------------------------------------------------------------------------------------------- normalisations
+
+COLUMNS = (1, 7, 96, 100, 192, 768, 1000, 2048, 4099, 8192)
+
+
+def normalised(x, eps=1e-5):
+    return F.layer_norm(x.double(), x.shape[-1:], eps=eps)
+
+
+def layer_norms(x, rows_per_batch=None, eps=1e-5):
+    """Kernels for the rows of x."""
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    stride, alignment = x.stride(-2), math.gcd(16, x.data_ptr())
+    return layer_norm.candidates(
+        layer_norm.Problem(rows, columns, stride, rows_per_batch or rows, eps, x.dtype, alignment)
+    )
+
+
+def run_layer_norm(kernel, epilogue, x, operands=(), dtype=None):
+    """Its result; what surrounds that in memory must stay as it is."""
+    guard, shape = 64, x.shape
+    memory = torch.full((x.numel() + 2 * guard,), 99, dtype=dtype or x.dtype)
+    out = memory[guard:-guard].view(shape)
+    launch(kernel, epilogue, (x, out), operands)
+    assert (memory[:guard] == 99).all() and (memory[-guard:] == 99).all(), (kernel.name, "writes outside its result")
+    return out
+
+
+def assert_rounded(have, want, name):
+    """As close as rounding once to the result's dtype allows, after float32's own errors."""
+    eps = torch.finfo(have.dtype).eps
+    torch.testing.assert_close(
+        have.double(), want, rtol=0.51 * eps + 1e-6, atol=2e-6, msg=lambda text: f"{name}: {text}"
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_layer_norm(columns, dtype):
+    """Odd numbers of rows, parameters, and a residual; the parameters' own dtype."""
+    rows = 67 if columns < 200 else 5
+    generator = torch.Generator().manual_seed(columns)
+    x, residual = ((torch.randn(rows, columns, generator=generator) * 2 + 3).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(columns, generator=generator).to(dtype) for _ in range(2))
+    operands = (Operand(weight, (0, 0, 1)), Operand(residual, (0, columns, 1)), Operand(bias, (0, 0, 1)))
+    want = normalised(x) * weight.double() + bias.double() + residual.double()
+    kernels = layer_norms(x)
+    assert kernels
+    for kernel in kernels:
+        assert_rounded(run_layer_norm(kernel, "acc * o0 + o2 + o1", x, operands), want, kernel.name)
+        assert_rounded(run_layer_norm(kernel, "acc", x), normalised(x), kernel.name)
+
+
+def test_layer_norm_of_rows_that_lie_apart_and_unaligned():
+    for dtype, offset in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 2)):
+        x = torch.randn(9 * 200 + offset, generator=torch.Generator().manual_seed(0)).to(dtype)[offset:]
+        x = x.view(9, 200)[:, :96]
+        for kernel in layer_norms(x):
+            assert_rounded(run_layer_norm(kernel, "acc", x), normalised(x), kernel.name)
+
+
+def test_layer_norm_with_operands_of_a_batch():
+    """Modulation by a scale for each image, as in diffusion transformers; results in another dtype."""
+    x = torch.randn(3, 5, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = torch.randn(3, 192, generator=torch.Generator().manual_seed(1))
+    for kernel in layer_norms(x, rows_per_batch=5):
+        have = run_layer_norm(kernel, "acc * (o0 + 1)", x, (Operand(scale, (192, 0, 1)),), torch.float32)
+        assert_rounded(have, normalised(x) * (scale.double()[:, None] + 1), kernel.name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", [96, 2048])
+def test_layer_norm_of_special_values(columns, dtype):
+    """NaN and infinities make NaN of their rows; rows of one value are zero, however large that is."""
+    x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1, 3], x[2, columns - 1], x[3, 0] = float("nan"), float("inf"), float("-inf")
+    x[4], x[5], x[6], x[7] = torch.finfo(dtype).max, 1000.1, 100.0 + x[6], 1e4 / 3
+    for kernel in layer_norms(x):
+        have = run_layer_norm(kernel, "acc", x)
+        assert have[1:4].isnan().all() and not have[[0, 4, 5, 6, 7]].isnan().any(), kernel.name
+        assert have[[4, 5, 7]].abs().max() < 1e-6, kernel.name
+        eager = (F.layer_norm(x[6], (columns,)).double() - normalised(x)[6]).norm()
+        assert (have[6].double() - normalised(x)[6]).norm() <= 1.5 * eager, "an offset does not cancel digits"
+
+
+def test_layer_norm_takes_what_it_is_made_for():
+    most, unaligned = layer_norm.WHOLE_VECTORS * layer_norm.LANES, layer_norm.ELEMENTS * layer_norm.LANES
+    for columns, fits in ((most, True), (most + 8, False), (unaligned - 1, True), (unaligned + 1, False)):
+        assert bool(layer_norms(torch.zeros(3, columns))) == fits

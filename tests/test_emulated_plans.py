@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 from emulator import available, compiled
 
 from fxfuse import build
-from fxfuse.cuda import conv2d_wgmma, exactness, plan, pooling, prepare, rows, tune
+from fxfuse.cuda import conv2d_wgmma, exactness, plan, pooling, prepare, tune
 from fxfuse.problem import ByAddress, Problem, TensorMeta, anchor_meta, in_order
 
 pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
@@ -83,7 +82,7 @@ def drafted(gpu, monkeypatch):
         assert gpu.current == CUDA.index
         return torch.empty_strided(shape, strides, dtype=dtype).fill_(99)
 
-    for module in (plan, pooling, rows):
+    for module in (plan, pooling):
         monkeypatch.setattr(module, "empty_strided", empty_strided)
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(tune, "draft", lambda problem, candidates, apart=None: candidates)
@@ -118,8 +117,7 @@ def integers(*shape, dtype=torch.float32, seed=0):
 
 
 def meta(tensor, parameter=False):
-    alignment = math.gcd(16, tensor.data_ptr())
-    return dataclasses.replace(TensorMeta.of(tensor, CUDA, alignment), is_parameter=parameter)
+    return dataclasses.replace(TensorMeta.of(tensor, CUDA), is_parameter=parameter)
 
 
 def copied(x):
@@ -335,7 +333,7 @@ NORMALISED = {
     "two dimensions": lambda dtype: (integers(5, 4, 6, dtype=dtype), (4, 6)),
     "everything": lambda dtype: (integers(1, 24, dtype=dtype), (1, 24)),
     "part of a longer row": lambda dtype: (integers(5, 40, dtype=dtype)[:, 3:27], (24,)),
-    "another order": lambda dtype: (integers(3, 24, 5, dtype=dtype).transpose(1, 2), (24,)),
+    "another order, which is copied": lambda dtype: (integers(3, 24, 5, dtype=dtype).transpose(1, 2), (24,)),
 }
 
 
@@ -357,51 +355,11 @@ def test_layer_norm(name, dtype, affine, drafted):
 
 def test_layer_norm_with_operands_of_a_batch_and_by_channel(drafted):
     x, scale, slope = integers(3, 5, 24), integers(3, 1, 24, seed=1), integers(5)
-    weight, bias = integers(24), integers(24, seed=2)
     options = (("normalized_shape", (24,)), ("eps", 1e-5))
-    epilogue, factors = "prelu(acc, o0) * o1 + o2", (slope.sign(), scale.sign())  # which do not enlarge errors
-    check(drafted, "layer_norm", options, epilogue, x, weight.sign(), bias, (*factors, torch.ones(())))
-
-
-def normalised_by(drafted, epilogue, x, weight=None, operands=()):
-    """The result of the kernel, and not of a library."""
-    options = (("normalized_shape", x.shape[-1:]), ("eps", 1e-5))
-    metas = [None if tensor is None else meta(tensor) for tensor in (weight, *operands)]
-    candidate = drafted(Problem("layer_norm", options, epilogue, meta(x), metas[0], None, tuple(metas[1:])))[0]
-    assert not candidate.library
-    return candidate.build()(x, weight, None, operands)
-
-
-def normalised(x):
-    return torch.nn.functional.layer_norm(x.double(), x.shape[-1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [1, 7, 96, 100, 192, 768, 1000, 2048, 4099, 8192])
-def test_layer_norm_of_rows_of_every_length(columns, dtype, drafted):
-    """Rounded once, after float32's own errors: also where the rows lie apart, and begin anywhere."""
-    rows = 67 if columns < 200 else 5
-    generator = torch.Generator().manual_seed(columns)
-    x, residual = ((torch.randn(rows, columns + 3, generator=generator) * 2 + 3).to(dtype) for _ in range(2))
-    weight, eps = torch.randn(columns, generator=generator).to(dtype), torch.finfo(dtype).eps
-    for own in (x[:, 1 : columns + 1], x[:, :columns].contiguous()):
-        have = normalised_by(drafted, "acc + o0", own, weight, (residual[:, :columns],))
-        want = normalised(own) * weight.double() + residual[:, :columns].double()
-        torch.testing.assert_close(have.double(), want, rtol=0.51 * eps + 1e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [96, 2048])
-def test_layer_norm_of_special_values(columns, dtype, drafted):
-    """NaN and infinities make NaN of their rows; rows of one value are zero."""
-    x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[1, 3], x[2, columns - 1], x[3, 0] = float("nan"), float("inf"), float("-inf")
-    x[4], x[5], x[6], x[7] = -3.3, 1000.1, 100.0 + x[6], 1e4 / 3
-    have = normalised_by(drafted, "acc", x)
-    assert have[1:4].isnan().all() and not have[[0, 4, 5, 6, 7]].isnan().any()
-    assert have[[4, 5, 7]].abs().max() < 1e-6
-    eager = (torch.nn.functional.layer_norm(x[6], (columns,)).double() - normalised(x)[6]).norm()
-    assert (have[6].double() - normalised(x)[6]).norm() <= 1.5 * eager, "an offset does not cancel digits"
+    epilogue = "prelu(acc, o0) * o1 + o2"
+    check(
+        drafted, "layer_norm", options, epilogue, x, integers(24), integers(24, seed=2), (slope, scale, torch.ones(()))
+    )
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,11 +12,10 @@ from torch import nn
 
 import fxfuse
 from fxfuse import functional
-from fxfuse.cuda import plan
+from fxfuse.cuda import layer_norm, plan
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.patterns import anchors
 from fxfuse.problem import Problem, TensorMeta, in_order
-from fxfuse.program.reductions import LONGEST
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CUDA = torch.device("cuda:0")
@@ -272,26 +272,45 @@ def test_torchs_own_is_a_candidate(ranked):
 
 @pytest.mark.parametrize(("epilogue", "name"), [("acc", plan.LIBRARY_ALONE), ("tanh(acc)", plan.LIBRARY)])
 def test_rows_that_no_kernel_holds_are_torchs(epilogue, name, ranked):
-    (library,) = ranked(problem(3, LONGEST + 1, epilogue=epilogue))
+    (library,) = ranked(problem(3, layer_norm.WHOLE_VECTORS * layer_norm.LANES + 1, epilogue=epilogue))
     assert library.name == name
 
 
-def test_a_kernel_serves_many_numbers_of_rows(ranked):
-    """In a batch of one, too. Fewer rows have more threads each."""
+def test_a_kernel_serves_any_number_of_rows(ranked):
+    """Of a batch of one, too."""
 
-    def forms(*shape):
+    def identities(*shape):
         posed = problem(*shape, 768, epilogue="acc + o0", operands=((*shape, 768),))
-        return tuple(candidate.form for candidate in ranked(posed) if not candidate.library)
+        return [candidate.identity for candidate in ranked(posed)]
 
-    assert len(forms(3, 197)) == 1
-    assert forms(3, 197) == forms(1, 3 * 197) == forms(3 * 197, 1) == forms(3 * 197) == forms(599)
-    assert len({forms(2**exponent) for exponent in range(18)}) < 7
+    first = identities(3, 197)
+    assert first == identities(1, 5) == identities(40, 1) == identities(197)
 
 
 def test_tf32_is_not_for_it():
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
     assert tf32_allowed("linear") and not tf32_allowed("layer_norm") and not tf32_allowed("pointwise")
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+LANES = {
+    (96, torch.bfloat16): (4, 8), (192, torch.bfloat16): (8, 8), (384, torch.bfloat16): (16, 8),
+    (768, torch.bfloat16): (32, 8), (1024, torch.bfloat16): (64, 8), (2048, torch.bfloat16): (128, 8),
+    (96, torch.float32): (8, 4), (384, torch.float32): (32, 4), (768, torch.float32): (32, 4),
+    (6144, torch.float32): (256, 4),
+    (100, torch.bfloat16): (8, 4), (7, torch.float32): (8, 1), (1, torch.float32): (1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "dtype"), LANES)
+def test_threads_hold_few_vectors_of_16_bytes(columns, dtype):
+    lanes, vector = LANES[columns, dtype]
+    posed = layer_norm.Problem(1000, columns, columns, 1000, 1e-5, dtype)
+    (kernel,) = layer_norm.candidates(posed)
+    assert kernel.type.endswith(f", {columns}, {lanes}, {vector}>")
+    assert math.ceil(columns / (lanes * vector)) * vector <= layer_norm.ELEMENTS
+    (unaligned,) = layer_norm.candidates(dataclasses.replace(posed, x_alignment=dtype.itemsize))
+    assert unaligned.type.endswith(", 1>")
 
 
 def test_parameters_of_another_dtype_are_torchs(ranked, forget):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import Net
 from test_loops import checked, device, texts  # noqa: F401
 
+import fxfuse
 from fxfuse import long_rows
 from fxfuse.cuda import loops as kernels
 from fxfuse.program.observed import Operators
@@ -96,6 +97,39 @@ def test_only_a_sum_of_exponentials_is_known_to_have_an_inverse(scale, device, t
     assert "divide_by_constant" not in texts[-1]
     checked(Net(lambda m, x: F.softmax(x * 3, -1)), device, 5, 64)
     assert "divide_by_constant" in texts[-1]
+
+
+NORMS = {
+    "layer_norm": lambda m, x: F.layer_norm(x.neg(), x.shape[1:]),
+    "group_norm": lambda m, x: F.group_norm(x.neg().unflatten(1, (2, -1)), 1).flatten(1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [14, 96, 1000])
+@pytest.mark.parametrize("name", NORMS)
+@torch.no_grad()
+def test_rows_of_one_number_are_normalised_to_zero(name, length, dtype, device):  # noqa: F811
+    """torch's own kernels round the mean, and divide what is left by the square root of epsilon."""
+    fast = fxfuse.optimize(Net(NORMS[name]).to(device))
+    x = torch.tensor([1000.1, -3.3, 0.1]).to(device, dtype)[:, None].expand(3, length).contiguous()
+    for _ in range(4):  # a program has kernels of loops from the third call on
+        have = fast(x)
+    assert have.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", NORMS)
+@torch.no_grad()
+def test_an_offset_costs_no_digits(name, device):  # noqa: F811
+    model = Net(NORMS[name]).to(device)
+    fast = fxfuse.optimize(model)
+    for offset in (0, 100, 3000):
+        torch.manual_seed(offset)
+        x = torch.randn(64, 768).to(device) + offset
+        want = model(x.double())
+        for _ in range(4):
+            have = fast(x)
+        assert (have.double() - want).norm() < 1.5e-7 * want.norm(), offset
 
 
 HALF = (LONGEST + 4096) // 2

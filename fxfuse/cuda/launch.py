@@ -47,30 +47,20 @@ stream.
 """
 
 
-def queue_launch(problem: Problem, name: str, launch: build.Launch, params: bytes, together: int = 1) -> Queue:
-    """A Queue whose operands are given as addresses, for a kernel with these arguments.
-
-    Args:
-        name: the kernel's, for messages.
-        together: as Kernel.together.
-    """
-    index, current_stream = problem.x.device.index, gpu.stream_asked()
+def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
+    """A Queue whose operands are given as addresses."""
+    params, index = kernel.params + operands.packed_strides(), problem.x.device.index
+    current_stream = gpu.stream_asked()
 
     def queue(pointers: Sequence[int], *tensors: int) -> None:
         if events.recording:
-            events.note_launch(launch, params, (*tensors, *pointers), together)
+            events.note_launch(launch, params, (*tensors, *pointers), kernel.together)
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:
-            raise LaunchError(f"{problem.label}: {name} could not be launched: {error}") from error
+            raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
 
     return queue
-
-
-def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
-    """A Queue whose operands are given as addresses."""
-    params = kernel.params + operands.packed_strides()
-    return queue_launch(problem, kernel.name, launch, params, kernel.together)
 
 
 def queue_tensors(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:

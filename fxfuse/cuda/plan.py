@@ -1,8 +1,8 @@
 """The candidates that can run a problem on a CUDA device. tune.py chooses between them.
 
-- Fused kernels (gemm.py, conv2d.py; prepare.py describes the problem to them) compute the anchor and the epilogue at
-  once. They allocate the output and nothing else, unless the report says so. The bias is one of the epilogue's
-  operands, so the kernels know nothing of it. A LayerNorm's kernel is one of loops (rows.py).
+- Fused kernels (gemm.py, conv2d.py, layer_norm.py; prepare.py describes the problem to them) compute the anchor and the
+  epilogue at once. They allocate the output and nothing else, unless the report says so. The bias is one of the
+  epilogue's operands, so the kernels know nothing of it.
 - The library candidate is the anchor by torch's library, followed by one generated pass (pointwise.py). It is chosen
   where no kernel here can match the library: a fused region is never slower than the operations that it replaced.
 - A convolution on NCHW may also run by way of channels_last.
@@ -23,7 +23,7 @@ import torch
 
 from fxfuse import build, ops
 from fxfuse.chain import plan_pass
-from fxfuse.cuda import codegen, gpu, pointwise, rows, tune
+from fxfuse.cuda import codegen, gpu, pointwise, tune
 from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
@@ -135,7 +135,7 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
     library = [first, *_channels_last_candidates(region, pooling)]
     try:
-        fused = [rows.candidate(region)] if region.problem.kind == "layer_norm" else _fused_candidates(region)
+        fused = _fused_candidates(region)
     except UnsupportedError as error:
         logger.info("fxfuse: %s runs by the library: %s", region.problem.label, error)
         return library
@@ -196,11 +196,12 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
             return _fused_runner(region, operands, kernel, region.load(kernel, expression, operands, uses_batch))
 
         return tune.Candidate(
-            kernel.name, kernel.type, compiled, kernel.workspace, estimate=kernel.estimate,
+            kernel.name, kernel.type, compiled, kernel.workspace, computes=computes, estimate=kernel.estimate,
             form=(kernel.type, *epilogue),
         )  # fmt: skip
 
     epilogue = expression, region.output, operands.kinds, uses_batch, operands.columns, precision_of(region.problem)
+    computes = Pass(region.expression, False, "layer_norm") if region.problem.kind == "layer_norm" else None
     return [candidate(kernel) for kernel in kernels]
 
 
@@ -210,8 +211,9 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     index, output = problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x = _converting(region, problem.x, prepared.x)
-    assert prepared.weight is not None
-    convert_weight = _converting(region, anchor_weight(problem), prepared.weight)
+    convert_weight = None
+    if prepared.weight is not None:
+        convert_weight = _converting(region, anchor_weight(problem), prepared.weight)
     inputs = region.inputs
     of_call = 1 + (problem.weight is not None) + len(problem.operands) + (problem.bias is not None)
     all_read = len(operands.kinds) == of_call - inputs  # addmm with beta = 0 has a bias and does not read it

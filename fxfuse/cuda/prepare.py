@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse.cuda import conv2d, conv2d_weight, gemm, gemm_problem, gpu
+from fxfuse.cuda import conv2d, conv2d_weight, gemm, gemm_problem, gpu, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.exactness import eager_error, precision_of
 from fxfuse.cuda.kernel import Kernel
@@ -63,7 +63,7 @@ class Prepared:
 
     x: Input
     weight: Input | None
-    """None for a LayerNorm: only the result is described, and rows.py has the kernel."""
+    """None for a LayerNorm, whose weight is an operand of the epilogue."""
     result_shape: tuple[int, ...]
     result_strides: tuple[int, ...]
     grouping: Grouping
@@ -97,11 +97,16 @@ _EXACT: Final = ("tf32x3", "fp16x3")
 # ---------------------------------------------------------------------------------------------- linear
 
 
-def _rows(meta: TensorMeta) -> tuple[Input, int]:
-    """x as a matrix with contiguous rows, and its row stride. x is copied if its strides do not allow this."""
-    features = meta.shape[-1]
-    sizes, (strides,) = collapse(meta.shape[:-1], [meta.strides[:-1]])
-    if len(sizes) <= 1 and (features == 1 or meta.strides[-1] == 1):
+def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
+    """x as a matrix with contiguous rows, and its row stride. A row is x's last `dimensions` dimensions.
+
+    x is copied if its strides do not allow this.
+    """
+    first = len(meta.shape) - dimensions
+    features = math.prod(meta.shape[first:])
+    sizes, (strides,) = collapse(meta.shape[:first], [meta.strides[:first]])
+    _, (within,) = collapse(meta.shape[first:], [meta.strides[first:]])
+    if len(sizes) <= 1 and within in ([], [1]):
         return Input(meta), strides[0] if sizes else features
     return _copied(meta, contiguous_strides(meta.shape)), features
 
@@ -137,27 +142,31 @@ def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, in
     return _copied(meta, contiguous_strides(meta.shape)), first, cols
 
 
-def _grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
-    """Prepared.grouping of a result with rows: the last dimension is col, the others are batch and row."""
-    leading, merged = collapse(sizes[:-1], [strides[:-1] for strides in tensors])
-    if len(leading) > 2:
+def _grouping(sizes: Sequence[int], tensors: Sequence[Strides], dimensions: int = 1) -> Layout | None:
+    """Prepared.grouping of a result with rows: the last `dimensions` dimensions are col, the others batch and row."""
+    first = len(sizes) - dimensions
+    leading, merged = collapse(sizes[:first], [strides[:first] for strides in tensors])
+    last, within = collapse(sizes[first:], [strides[first:] for strides in tensors])
+    if len(leading) > 2 or len(last) > 1:
         return None
-    missing, is_one = 2 - len(leading), sizes[-1] == 1
+    missing = 2 - len(leading)
     batch, row = [1] * missing + leading
-    steps = (0 if is_one else strides[-1] for strides in tensors)
-    strides = tuple((*([0] * missing), *rows, step) for rows, step in zip(merged, steps, strict=True))
-    return Layout((batch, row, sizes[-1]), strides)  # type: ignore[arg-type]
+    strides = tuple((*([0] * missing), *rows, *(cols or [0])) for rows, cols in zip(merged, within, strict=True))
+    return Layout((batch, row, math.prod(last)), strides)  # type: ignore[arg-type]
 
 
-def _splits_rows(operands: Sequence[TensorMeta], leading: tuple[int, ...]) -> Callable[[Layout], bool]:
+def _splits_rows(
+    operands: Sequence[TensorMeta], leading: tuple[int, ...], dimensions: int = 1
+) -> Callable[[Layout], bool]:
     """Prepared.splits_rows for a result with rows.
 
     Where possible, the shapes of the operands decide, so that a batch of one compiles no kernel of its own.
 
     Args:
-        leading: sizes of the result's dimensions before that of its columns.
+        leading: sizes of the result's dimensions before those of its columns.
+        dimensions: how many dimensions its columns have.
     """
-    rows_of = (operand.shape[:-1] for operand in operands)
+    rows_of = (operand.shape[:-dimensions] for operand in operands)
     per_row = [rows for rows in rows_of if any(size != 1 for size in rows)]
     partial = any(rows != leading for rows in per_row)
     return lambda result: partial or result.sizes[0] > 1
@@ -397,11 +406,27 @@ def _convert_flat(convert: Convert, missing: int, filters: torch.Tensor) -> torc
 
 
 def _prepare_layer_norm(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
-    """Only the result: rows.py has the kernel."""
-    shape = tuple(acc.shape)
-    return Prepared(
-        Input(problem.x), None, shape, contiguous_strides(shape), flatten, lambda layout: (), lambda layout: False
-    )
+    options, shape = dict(problem.options), tuple(acc.shape)
+    dimensions = len(options["normalized_shape"])
+    leading = shape[: len(shape) - dimensions]
+    x, x_stride = _rows(problem.x, dimensions)
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        described = layer_norm.Problem(
+            rows=math.prod(leading),
+            columns=result.sizes[2],
+            x_stride=x_stride,
+            rows_per_batch=result.sizes[1],
+            eps=options["eps"],
+            element=problem.x.dtype,
+            x_alignment=x.meta.alignment,
+        )
+        return layer_norm.candidates(described)
+
+    grouping = functools.partial(_grouping, dimensions=dimensions)
+    splits_rows = _splits_rows(problem.operands, leading, dimensions)
+    strides = contiguous_strides(shape)
+    return Prepared(x, None, shape, strides, grouping, candidates, splits_rows, grows=bool(leading))
 
 
 _FAMILIES = {

@@ -32,6 +32,8 @@ class Region:
     @property
     def inputs(self) -> int:
         """How many of a call's tensors (problem.in_order) the fused kernel reads itself: x and the weights."""
+        if self.prepared.weight is None:
+            return 1
         return 3 if self.problem.kind == "gated_linear" else 2
 
     def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
@@ -46,9 +48,26 @@ class Region:
 
 
 def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
-    """The epilogue and operands after folding in the bias, and the gate's: parameters that the fused kernel does not
-    read itself. Operands are in the order of a call's tensors (problem.in_order)."""
-    return (_with_product if problem.kind == "gated_linear" else with_bias)(problem, expression)
+    """The epilogue and operands after folding in the parameters that the fused kernel does not read itself.
+
+    These are the bias, the gate's bias, and a LayerNorm's weight and bias. Operands are in the order of a call's
+    tensors (problem.in_order): a LayerNorm's weight is the first operand, its bias the last.
+    """
+    if problem.kind == "gated_linear":
+        return _with_product(problem, expression)
+    if problem.kind != "layer_norm":
+        return with_bias(problem, expression)
+    metas, acc, first = problem.operands, Acc(), 0
+    scaled: Expr = acc
+    if problem.weight is not None:
+        metas, scaled, first = (problem.weight, *metas), call("mul", acc, Operand(0)), 1
+    if problem.bias is not None:
+        metas, scaled = (*metas, problem.bias), call("add", scaled, Operand(len(metas)))
+
+    def replaced(node: Expr) -> Expr:
+        return scaled if isinstance(node, Acc) else Operand(node.index + first) if isinstance(node, Operand) else node
+
+    return rewrite(expression, replaced), metas
 
 
 def _with_product(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:

@@ -1,7 +1,7 @@
 """Rules for operators that reduce rows, by sum or maximum: softmax, means, sums, norms and normalisations.
 
 Reductions are in float32, as torch's are. Squared deviations are summed in a second pass over the row, so that nothing
-cancels.
+cancels. A mean's rounding costs a normalised float32 row no digits, since what it leaves over is subtracted, too.
 """
 
 from __future__ import annotations
