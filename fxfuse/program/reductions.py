@@ -53,10 +53,9 @@ class _Row:
         return self.reduced(body, "max", lambda _, x: x)
 
     def mean(self, body: Body) -> Expr:
+        # Not by _over: the compiler may contract a product with what is added to it, in one place and not in another,
+        # and deviations must be from the same number everywhere. And of equal 16-bit numbers this is that number.
         total = self.reduced(body, "sum", lambda _, x: x)
-        if self._x.dtype == torch.float32:
-            return _over(body, total, self.size)
-        # sums of equal 16-bit numbers are exact, and so their mean is the number itself
         return Call("div", (total, body.leaf(Position(Index() + self.size))))
 
     def squares(self, body: Body) -> Expr:
