@@ -431,6 +431,7 @@ def _nudged(trial: Trial) -> Trial:
 
 
 def _say(**content: Any) -> None:
+    """Tells the parent process something. `stage`: what begins now."""
     print(PREFIX + json.dumps(content), flush=True)
 
 
@@ -479,14 +480,14 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             trial.until_first_result(lambda: trial.call(fast))
             _say(seconds=time.perf_counter() - started)
             return
-        _say(stage="eager", row=asdict(row))
+        _say(stage="fxfuse's kernels", row=asdict(row))
         first, left_out = {}, {}
         calls: dict[str, Call] = {EAGER: lambda: trial.call(trial.model)}
         first[OWN] = _cold_seconds(given.limit * 0.5)
-        _say(stage="fxfuse's kernels", row=asdict(row))
         for peer, mode in ((COMPILE, "default"), (REDUCE, "reduce-overhead")):
             if peer not in given.compare:
                 continue
+            _say(stage=peer, row=asdict(row))
             try:
                 started = time.perf_counter()
                 call = compiled(trial.model, trial.call, mode)
@@ -496,9 +497,8 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 calls[peer] = call
             except Exception as reason:  # a peer's compiler may fail in any way
                 left_out[peer] = told(reason)
-            _say(stage=peer, row=asdict(row))
         row = replace(row, first_result=first, left_out=left_out)
-        _say(built=True, row=asdict(row))
+        _say(built=True, stage="verifying", row=asdict(row))
         sys.stdin.readline()
         _forget_choices()
         try:
@@ -631,7 +631,7 @@ def _row_of(process: _Process, network: Network, given: Any) -> Row:
     stage = next((said["stage"] for said in reversed(process.said) if "stage" in said), "the model")
     why = TOO_LONG if process.killed else f"its process ended with {code}"
     said = "" if process.killed else process.last_error()
-    return replace(row, ok=False, failure=f"{why} after: {stage}" + (f": {said}" if said else ""))
+    return replace(row, ok=False, failure=f"{why} in: {stage}" + (f": {said}" if said else ""))
 
 
 # ---------------------------------------------------------------------------------------------------- tables
