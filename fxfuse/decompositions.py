@@ -18,7 +18,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fxfuse.long_rows import by_channel, exact, mean_of, sum_of, variance_of
+from fxfuse.long_rows import by_channel, exact, mean_of, of_all_parts, sum_of, variance_of
 from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
@@ -128,19 +128,14 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     """Batch normalisation with the batch's own statistics. They are computed first for parts of each image: these are
     enough rows to keep a GPU busy, and short enough to be read a second time from a cache.
-
-    The variance is the variance of the parts' means plus the mean of the parts' variances, so that nothing cancels.
     """
     if not training:
         return NotImplemented
     parts, along = _in_parts(x)
     parts = exact(parts)
     means = parts.mean(along, keepdim=True) if along else parts
-    spread = (parts - means).square().mean(along, keepdim=True) if along else None
-    means = means.reshape(-1, x.shape[1])
-    mean = means[0] + (means - means[0]).mean(0)  # more exact where they are far from zero
-    variance = (means - mean).square().mean(0)
-    variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
+    spread = (parts - means).square().mean(along, keepdim=True).reshape(-1, x.shape[1]) if along else None
+    mean, variance = of_all_parts(means.reshape(-1, x.shape[1]), spread, 0)
     scale = torch.rsqrt(variance + eps)
     made = (exact(x) - by_channel(mean, x)) * by_channel(scale, x)
     made = made if weight is None else made * by_channel(weight, x)

@@ -180,22 +180,31 @@ def _group_norm(
 
 
 def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
-    """x with mean 0 and variance 1 along `dims`, its last ones, the means, and what deviations were multiplied with.
-
-    The variance is the variance of the parts' means plus the mean of the parts' variances: a part is read once.
-    """
+    """x with mean 0 and variance 1 along `dims`, its last ones, the means, and what deviations were multiplied with."""
     rows = exact(x).flatten(-len(dims))
     parts = _divided(rows, [rows.dim() - 1])
     if parts is None:
         return NotImplemented
     of_parts = rows.unflatten(-1, (-1, parts[1]))
     means = of_parts.mean(-1, True)
-    spread = (of_parts - means).square().mean(-1)
-    means = means.squeeze(-1)
-    mean = means.mean(-1, True)
-    variance = (means - mean).square().mean(-1, True) + spread.mean(-1, True)
-    mean, scale = (each.unflatten(-1, [1] * len(dims)) for each in (mean, torch.rsqrt(variance + eps)))
+    mean, variance = of_all_parts(means.squeeze(-1), (of_parts - means).square().mean(-1), -1)
+    mean, scale = (each.unsqueeze(-1).unflatten(-1, [1] * len(dims)) for each in (mean, torch.rsqrt(variance + eps)))
     return (exact(x) - mean) * scale, mean, scale
+
+
+def of_all_parts(means: torch.Tensor, variances: torch.Tensor | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of rows, from those of their parts along `dim`, which are equally long.
+
+    The variance is that of the parts' means plus the mean of the parts' variances: nothing cancels, and a part is read
+    once.
+
+    Args:
+        variances: None for parts of one element.
+    """
+    first = means.select(dim, 0)
+    mean = first + (means - first.unsqueeze(dim)).mean(dim)  # more exact where they are far from zero
+    variance = (means - mean.unsqueeze(dim)).square().mean(dim)
+    return mean, variance if variances is None else variance + variances.mean(dim)
 
 
 def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
