@@ -1,7 +1,7 @@
 """Rules for operators that reduce rows, by sum or maximum: softmax, means, sums, norms and normalisations.
 
 Reductions are in float32, as torch's are. Squared deviations are summed in a second pass over the row, so that nothing
-cancels. A mean's rounding costs a normalised float32 row no digits, since what it leaves over is subtracted, too.
+cancels.
 """
 
 from __future__ import annotations
@@ -71,14 +71,8 @@ class _Row:
         return self.reduced(body, "sum", square, 1)
 
     def normalised(self, body: Body, x: Expr, eps: float) -> Expr:
-        left = Call("sub", (x, self.mean(body)))
-        if self._x.dtype == torch.float32:
-            # A large mean is rounded by more than the smallest deviations from it. What the deviations add up to says
-            # by how much. Numbers of 16 bits deviate by more.
-            error = self.reduced(body, "sum", lambda inner, x: Call("sub", (x, self.mean(inner))), 1)
-            left = Call("sub", (left, _over(body, error, self.size)))
         variance = _over(body, self.deviations(body), self.size)
-        return Call("mul", (left, _inverse_root(variance, eps)))
+        return Call("mul", (Call("sub", (x, self.mean(body))), _inverse_root(variance, eps)))
 
 
 def _over(body: Body, total: Expr, count: int) -> Expr:
