@@ -54,7 +54,8 @@ class _Row:
 
     def mean(self, body: Body) -> Expr:
         # Not by _over: the compiler may contract a product with what is added to it, in one place and not in another,
-        # and deviations must be from the same number everywhere. And of equal 16-bit numbers this is that number.
+        # and deviations must be from the same number everywhere. Where all elements are one 16-bit number, their sum is
+        # exact, so that the quotient is this number.
         total = self.reduced(body, "sum", lambda _, x: x)
         return Call("div", (total, body.leaf(Position(Index() + self.size))))
 
