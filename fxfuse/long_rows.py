@@ -1,7 +1,8 @@
 """Reductions of rows that are too few and too long for a GPU: of parts of the rows, then of the parts' results.
 
 A training step takes such reductions apart when it is traced (decompositions.py). A program does so when a call is
-recorded, where rows are longer than the kernels of program/reductions.py take (LONG_ROWS; program/record.py).
+recorded, where rows are longer than the kernels of program/reductions.py take, or long and adjacent in memory
+(LONG_ROWS; program/record.py).
 """
 
 from __future__ import annotations
@@ -223,13 +224,31 @@ def _if_long(rule: Callable[..., Any], row: Callable[..., int] = _row_along) -> 
     return taken_apart
 
 
+def _if_long_or_columns(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_if_long`, and for more than _LONG elements if rows are adjacent in memory.
+
+    Threads that are beside each other then have adjacent rows, so that few are left for each row.
+    """
+    of_rows = _if_long(rule)
+
+    @functools.wraps(rule)
+    def taken_apart(x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
+        are_columns = min((x.stride(one) for one in dims if x.shape[one] > 1), default=1) > 1
+        if x.dtype in RESULT_DTYPES and are_columns and _row_along(x, dim) > _LONG:
+            return rule(x, dim, *args, **kwargs)
+        return of_rows(x, dim, *args, **kwargs)
+
+    return taken_apart
+
+
 LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.sum.default: _if_long(sum_of),
-    _aten.sum.dim_IntList: _if_long(sum_of),
+    _aten.sum.dim_IntList: _if_long_or_columns(sum_of),
     _aten.mean.default: _if_long(mean_of),
-    _aten.mean.dim: _if_long(mean_of),
-    _aten.amax.default: _if_long(greatest_of),
-    _aten.var.correction: _if_long(variance_of),
+    _aten.mean.dim: _if_long_or_columns(mean_of),
+    _aten.amax.default: _if_long_or_columns(greatest_of),
+    _aten.var.correction: _if_long_or_columns(variance_of),
     _aten._softmax.default: _if_long(_softmax),
     _aten._log_softmax.default: _if_long(_log_softmax),
     _aten.native_layer_norm.default: _if_long(_layer_norm, lambda x, sides, *_: math.prod(sides)),

@@ -58,13 +58,24 @@ def test_rows_that_threads_share(name, length, rows, device):  # noqa: F811
 @pytest.mark.parametrize("words", [0, 4, 8])
 @pytest.mark.parametrize("runs", [1, 3, 49, 192, 250, 1024, 8000])
 def test_few_rows_have_more_threads(runs, words):
-    shared = [kernels._lanes_of_rows(rows, runs, 4, 16, 2, 20, words) for rows in (1, 100, 10_000, 1_000_000)]
+    work = kernels._Work(2, 20, [4, 4], 8)
+    shared = [kernels._lanes_of_rows(rows, runs, 4, work, words) for rows in (1, 100, 10_000, 1_000_000)]
     assert shared == sorted(shared, reverse=True)
     for lanes in shared:
         assert lanes & (lanes - 1) == 0 and lanes <= kernels.MOST_THREADS
         assert bool(lanes) == (math.ceil(runs / kernels.MOST_THREADS) * words <= kernels.HELD_WORDS)
         assert lanes == 0 or math.ceil(runs / lanes) * words <= kernels.HELD_WORDS
         assert lanes < 2 * runs or lanes == 1
+
+
+@pytest.mark.parametrize("is_norm", [True, False], ids=["norm", "softmax"])
+def test_a_length_is_in_the_text_if_the_model_fixes_it(is_norm, device, texts):  # noqa: F811
+    """A mask of a sequence is as long as the sequence, for all rows, but a softmax has no mean."""
+    compute = ROWS["a root mean square"] if is_norm else ROWS["softmax"]
+    for length in (968, 1000):
+        net = Net(lambda m, x: compute(x) * m.weight, weight=torch.randn(length))
+        checked(net, device, 300, length)
+    assert ("968" in texts[0]) == is_norm and (texts[0] == texts[1]) == (not is_norm)
 
 
 def test_what_waits_for_no_reduction_is_read_before_it(device, texts):  # noqa: F811
@@ -158,6 +169,25 @@ def test_long_rows_are_cut_into_parts(name, dtype, device):  # noqa: F811
     net = Net(LONG[name], weight=weight, bias=1 - weight, scale=scale, shift=1 - scale)
     made = checked(net, device, 2, LONGEST + 4096, dtype=dtype, exact=name != "of float32")
     assert made.launches > 1 and not made.calls, made.code
+
+
+COLUMNS = {
+    "sum": lambda x: x.abs().sum(0) * 2,
+    "mean": lambda x: (x * 2).mean(0, keepdim=True),
+    "greatest": lambda x: x.neg().amax(0) + 1,
+    "variance": lambda x: x.var(0) + 1,
+    "mean of pixels": lambda x: F.silu(x.view(2, 50, 60, 24).permute(0, 3, 1, 2)).mean((2, 3)) * 2,
+    "mean of a part": lambda x: x[1000:, 3:20].mean(0),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_long_columns_are_cut_into_parts(name, dtype, device):  # noqa: F811
+    """Few columns would leave few threads for each."""
+    made = checked(Net(lambda m, x: COLUMNS[name](x)), device, 6000, 24, dtype=dtype)
+    assert made.launches > 1 and not made.calls, made.code
+    assert checked(Net(lambda m, x: COLUMNS["sum"](x)), device, 600, 24, dtype=dtype).launches == 1
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "mean"])

@@ -34,8 +34,10 @@ from fxfuse.program.loops import (
     Inside,
     Leaf,
     Loops,
+    Position,
     Read,
     Reduced,
+    all_leaves,
     divided,
     height_of,
     kind_of_element,
@@ -48,7 +50,10 @@ from fxfuse.program.loops import (
 from fxfuse.program.text import ACCESS, LANE, MAX_TENSORS, ROW, RUN, Held, LoopsKernel, Text, digits_of, flattened
 from fxfuse.program.values import Value
 
-THREADS: Final = 256
+THREADS: Final = 128
+"""Of a block. More of them wait for each other, in rows."""
+COLUMN_THREADS: Final = 256
+"""Of a block for rows that are adjacent in memory: so many read longer pieces of it."""
 ARGUMENT_BYTES: Final = 4000
 """Most bytes of a kernel's arguments, a little less than the limit."""
 MAX_ADDRESSES: Final = 64
@@ -145,7 +150,7 @@ _ROWS: Final = """\
 def stages(loops: Loops) -> bool:
     """Whether a kernel of these loops stages its rows in shared memory."""
     found = kernel(loops) if loops.reductions else None
-    return found is not None and found.threads < THREADS
+    return found is not None and found.is_staged
 
 
 def ordered(kernels: Mapping[Key, LoopsKernel]) -> list[Key]:
@@ -196,7 +201,7 @@ def kernel(loops: Loops) -> LoopsKernel | None:
     values = [count, *text.numbers, *text.divisors]
     params = struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values))
     results = tuple((store.output.slot, store.output.offset) for store in loops.stores)
-    return LoopsKernel(form, params, results, tuple(text.tensors), threads)
+    return LoopsKernel(form, params, results, tuple(text.tensors), threads, bool(text.staged))
 
 
 def _functions(computed: Sequence[tuple[Expr, torch.dtype]]) -> str:
@@ -369,6 +374,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     reductions = reductions_of(leaves)
     staged = None if rows.inner else _staged(loops, reductions, leaves, outer, length)
     held = None if rows.inner else _held(loops, reductions, leaves, outer, length, staged)
+    text.length = _fixed_length(reductions, leaves, outer * inner)
     functions_, loops_, longest = [], [], 1
     if staged is not None:
         text.staged = staged.names
@@ -430,12 +436,35 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     elif held is not None:
         columns, lanes = 1, held.lanes
     else:
-        columns, lanes = 1, _lanes_of_rows(count, longest, width, width * widest, len(reductions), _instructions(loops))
-    threads = max(THREADS if staged is None else staged.threads, lanes)
+        columns, lanes = 1, _lanes_of_rows(count, longest, width, _work(loops, reductions, leaves, outer, length))
+    least = COLUMN_THREADS if rows.inner else THREADS if staged is None else staged.threads
+    threads = max(least, lanes)
     functions_text = "\n\n".join(functions_)
     loops_text = _indented(loops_, 8)
     body = _ROWS.format(columns=columns, lanes=lanes, threads=threads, functions=functions_text, loops=loops_text)
     return body, count, threads
+
+
+def _fixed_length(reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int) -> int:
+    """The length of the rows if the model fixes it, as in norms: there is a mean, and a weight for all rows. Else 0.
+
+    A fixed length is a constant in the kernel's text. That saves up to a third of the instructions of a short row. Any
+    other is an argument, so that a softmax over a sequence is not compiled for every length of a sequence.
+    """
+    size = reductions[0].over.size
+    found = [leaf for leaf in all_leaves(leaves) if isinstance(leaf, Read)]
+    has_mean = Position(Index() + size) in all_leaves(leaves)
+    of_all_rows = any(_is_along(leaf.index, size) for leaf in found)
+    are_alike = all(row.over.size == size for row in reductions)
+    return size if rows > 1 and has_mean and of_all_rows and are_alike else 0
+
+
+def _is_along(index: Index, size: int) -> bool:
+    """Whether an index goes along a row of so many elements and depends on nothing else."""
+    match index.terms:
+        case [(Variable(name, length), 1)]:
+            return name != ROW and length == size
+    return False
 
 
 @dataclass(frozen=True)
@@ -523,10 +552,8 @@ def _staged(
     if is_in_one_piece or all(size // one > STAGED_RUN for one in runs):
         return None
     element, found = variable(ROW, rows) * size + variable(RUN, size), dict[Read, int]()
-    over = [(row.over.name, row.leaves) for row in reductions]
-    for name, leaf in ((name, leaf) for name, each in (*over, (_ALONG, leaves)) for leaf in each):
-        read = substituted(leaf, {name: variable(RUN, size)})
-        if not isinstance(read, Read) or read.dtype not in RESULT_DTYPES or read.where:
+    for read in _along_rows(reductions, leaves, length):
+        if read.dtype not in RESULT_DTYPES or read.where:
             continue
         begin, nbytes = read.index - element, read.dtype.itemsize
         if not begin.terms and size * nbytes % SECTOR and not any(
@@ -613,12 +640,11 @@ def _held(
             also[as_read] = of_row
     readers.update(list(dict.fromkeys(also.values())))
     shared = [read for read, count in readers.items() if count > 1]
-    widest = max((read.dtype.itemsize for read in shared), default=1)
-    sizes = vector, vector * widest, len(reductions), _instructions(loops)
+    work = _work(loops, reductions, leaves, rows, length)
 
     def lanes_for(reads: Sequence[Read]) -> int:
         words = vector * sum(2 if kind_of_element(read.dtype) in (INTEGER, "double") else 1 for read in reads)
-        return _lanes_of_rows(rows, size // vector, *sizes, words) if staged is None else staged.lanes
+        return _lanes_of_rows(rows, size // vector, vector, work, words) if staged is None else staged.lanes
 
     lanes, early = lanes_for(shared), list[Read]()
     if not shared or not lanes:
@@ -637,9 +663,42 @@ def _held(
     return Held(lanes, turns, vector, names, variables, inside, early)
 
 
-def _lanes_of_rows(
-    rows: int, runs: int, vector: int, nbytes: int, reductions: int, instructions: int, words: int = 0
-) -> int:
+@dataclass(frozen=True)
+class _Work:
+    """What a row of contiguous elements takes, apart from how threads share it."""
+
+    reductions: int
+    instructions: int
+    """For an element."""
+    accesses: Sequence[int]
+    """Bytes of an element of each tensor that is read or written along the row."""
+    moved: int
+    """Bytes that are read and written for an element, without those that all rows share: these are in caches."""
+
+
+def _work(loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int) -> _Work:
+    """What each of the `rows` rows of `loops` takes. `length`: of a row of the result."""
+    found = _along_rows(reductions, leaves, length)
+    reads = dict.fromkeys(Read(read.slot, read.dtype, read.index) for read in found)
+    along = [read for read in reads if read.index.depends_on(RUN)]
+    results = [store.output.dtype.itemsize for store in loops.stores] if length > 1 else []
+    own = [read.dtype.itemsize for read in along if rows == 1 or read.index.depends_on(ROW)]
+    accesses = [*(read.dtype.itemsize for read in along), *results]
+    return _Work(len(reductions), _instructions(loops), accesses, sum(own) + sum(results))
+
+
+def _along_rows(reductions: Sequence[Reduced], leaves: Sequence[Leaf], length: int) -> list[Read]:
+    """All reads. In each, RUN is the variable of a loop over a row, whose elements are runs of one."""
+    over = [(row.over, row.leaves) for row in reductions]
+    return [
+        read
+        for variable_, each in (*over, (Variable(_ALONG, length), leaves))
+        for leaf in each
+        if isinstance(read := substituted(leaf, {variable_.name: variable(RUN, variable_.size)}), Read)
+    ]
+
+
+def _lanes_of_rows(rows: int, runs: int, vector: int, work: _Work, words: int = 0) -> int:
     """How many threads share a row of contiguous elements, a power of two; 0 if no number of them can hold a row.
 
     Many threads shorten the time of one row, and read memory in longer pieces. Few threads leave less to combine. All
@@ -648,21 +707,19 @@ def _lanes_of_rows(
     Args:
         runs: of a row.
         vector: elements of a run.
-        nbytes: of a run.
-        reductions: of a row.
-        instructions: for an element.
         words: registers in which a thread holds a run; 0 if none are held.
     """
+    widest = vector * max(work.accesses, default=1)
 
     def cost(lanes: int) -> float:
         # 28 cycles a shuffle, about 60 instructions before and after the row, or cycles until all warps have met
         turns, levels, warps = -(-runs // lanes), min(lanes, WARP).bit_length() - 1, lanes // WARP
         of_warps = 60 + 8 * warps if warps > 1 else 0  # threads wait for each other
-        latency = turns * vector * 2 * instructions + reductions * (levels * 28 + of_warps)
-        lines = max(nbytes * WARP / LINE, WARP / lanes)  # that a warp reads at once, and writes
-        each = 60 + turns * (instructions * vector + 8 * lines) + reductions * (2 * levels + of_warps / 2)
-        piece = lanes * nbytes  # if it does not begin at a sector, one sector more is read
-        moved = 2 * rows * runs * nbytes * (1 + (SECTOR / piece if runs * nbytes % SECTOR else 0))
+        latency = turns * vector * 2 * work.instructions + work.reductions * (levels * 28 + of_warps)
+        lines = sum(max(vector * nbytes * WARP / LINE, WARP / lanes) for nbytes in work.accesses)  # of a warp's turn
+        each = 60 + turns * (work.instructions * vector + 4 * lines) + work.reductions * (2 * levels + of_warps / 2)
+        piece = lanes * widest  # if it does not begin at a sector, one sector more is moved
+        moved = rows * runs * vector * work.moved * (1 + (SECTOR / piece if runs * widest % SECTOR else 0))
         issued, read = each * rows * lanes / ISSUED, moved / MOVED
         blocks = max(1, REGISTERS // (max(lanes, THREADS) * (28 + turns * words)))  # of a multiprocessor at a time
         return latency + max(issued, read) + min(issued, read) / blocks  # one block computes while others read
@@ -702,9 +759,9 @@ def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
         longest: elements of a row.
         nbytes: bytes that a thread reads at once.
     """
-    wanted, most = -(-BUSY // rows), max(1, longest // 2)
-    lanes = min(_power_of_two(wanted), _power_of_two(most), THREADS // max(1, SECTOR // nbytes))
-    return (THREADS if lanes * WARP >= THREADS else WARP) // lanes, lanes
+    wanted, most, threads = -(-BUSY // rows), max(1, longest // 2), COLUMN_THREADS
+    lanes = min(_power_of_two(wanted), _power_of_two(most), threads // max(1, SECTOR // nbytes))
+    return (threads if lanes * WARP >= threads else WARP) // lanes, lanes
 
 
 def _power_of_two(number: int) -> int:

@@ -55,6 +55,8 @@ class LoopsKernel:
     """The memory that it reads, in the order of addresses, which follow those of results."""
     threads: int = 0
     """On a GPU: of a block."""
+    is_staged: bool = False
+    """On a GPU: whether a block stages rows in shared memory."""
 
     @property
     def addresses(self) -> list[tuple[Slot, int]]:
@@ -183,6 +185,8 @@ class Text:
         """The variables that hold reductions."""
         self.staged: Mapping[Read, str] = {}
         """By read: an element that has been read already, into shared memory."""
+        self.length = 0
+        """A row's length, if it is a constant in the text; else 0."""
         self._count = 0
         self.begin(1)
 
@@ -440,7 +444,11 @@ class Text:
         parts = []
         for atom, coefficient in index.terms:
             name = self._atom(atom, lines)
-            parts.append(name if coefficient == 1 else f"{name} * {self.number(coefficient)}")
+            # the run's length is in the text anyway, as far as it is not a variable
+            is_of_runs = name == RUN and coefficient == self._vector and not self._by_element
+            if coefficient != 1:
+                name += f" * {coefficient}u" if is_of_runs else f" * {self.number(coefficient)}"
+            parts.append(name)
         if index.constant:
             parts.append(self.number(index.constant))
         return " + ".join(parts) or "0u"
@@ -474,6 +482,9 @@ class Text:
         return f"{letter}{self._count}"
 
     def number(self, value: int) -> str:
+        """The text of a number: an argument of the kernel, except for a row's length and its number of runs."""
+        if self.length and value in (self.length, self.length // self._vector):
+            return f"{value}u"
         self.numbers.append(value)
         return f"p.number[{len(self.numbers) - 1}]"
 
