@@ -68,6 +68,15 @@ def test_few_rows_have_more_threads(runs, words):
         assert lanes < 2 * runs or lanes == 1
 
 
+def test_kernels_with_blocks_of_different_sizes_share_a_launch(device, texts):  # noqa: F811
+    """The block is as large as the largest needs."""
+    net = Net(lambda m, x: (x.abs().sum(0), F.softmax(x, -1), F.layer_norm(x.neg(), x.shape[-1:]), x[:7].t() * 2))
+    made = checked(net, device, 300, 64)
+    assert made.launches == 1 and "kBlock = 256" in texts[-1]
+    checked(Net(lambda m, x: F.softmax(x, -1)), device, 300, 64)
+    assert "kBlock = 128" in texts[-1]
+
+
 @pytest.mark.parametrize("is_norm", [True, False], ids=["norm", "softmax"])
 def test_a_length_is_in_the_text_if_the_model_fixes_it(is_norm, device, texts):  # noqa: F811
     """A mask of a sequence is as long as the sequence, for all rows, but a softmax has no mean."""

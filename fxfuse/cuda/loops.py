@@ -51,9 +51,10 @@ from fxfuse.program.text import ACCESS, LANE, MAX_TENSORS, ROW, RUN, Held, Loops
 from fxfuse.program.values import Value
 
 THREADS: Final = 128
-"""Of a block. More of them wait for each other, in rows."""
+"""Of a block, if no kernel of its launch needs more: in rows, threads of a block wait for each other."""
 COLUMN_THREADS: Final = 256
-"""Of a block for rows that are adjacent in memory: so many read longer pieces of it."""
+"""Of a block for rows that are adjacent in memory: so many read longer pieces of it. Other kernels may be in a launch
+with these."""
 ARGUMENT_BYTES: Final = 4000
 """Most bytes of a kernel's arguments, a little less than the limit."""
 MAX_ADDRESSES: Final = 64
@@ -103,6 +104,8 @@ _TEMPLATE: Final = """\
 
 namespace fxfuse::fxfuse_kernel {{
 
+constexpr int kBlock = {threads};
+
 {bodies}
 }}  // namespace fxfuse::fxfuse_kernel
 
@@ -116,7 +119,7 @@ extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(stati
 #endif
 """
 _RUNS: Final = """\
-    static constexpr int kVector = {vector}, kAccess = {access}, kThreads = {threads}, kOfBlock = kThreads;
+    static constexpr int kVector = {vector}, kAccess = {access}, kThreads = kBlock, kOfBlock = kThreads;
     static constexpr bool kPlaced = {placed};
 
 {function}
@@ -164,7 +167,9 @@ def fit_together(kernels: Sequence[LoopsKernel]) -> bool:
     addresses = sum(len(kernel.addresses) for kernel in kernels)
     argument_bytes = sum(kernel.argument_bytes for kernel in kernels)
     fits = addresses <= MAX_ADDRESSES and argument_bytes <= ARGUMENT_BYTES and len(forms_of(kernels)) <= MOST_FORMS
-    return fits and len({kernel.threads for kernel in kernels}) == 1
+    threads = {kernel.threads for kernel in kernels}
+    may_differ = max(threads) <= COLUMN_THREADS and not any(kernel.is_staged for kernel in kernels)
+    return fits and (len(threads) == 1 or may_differ)
 
 
 def forms_of(kernels: Sequence[LoopsKernel]) -> Counter[str]:
@@ -177,7 +182,8 @@ def source_of(kernels: Sequence[LoopsKernel]) -> str:
     forms = forms_of(kernels)
     bodies = [f"namespace form{number} {{\n{form}}}  // namespace form{number}\n" for number, form in enumerate(forms)]
     each = [f"fxfuse::Alike<form{number}::Body, {count}>" for number, count in enumerate(forms.values())]
-    return _TEMPLATE.format(bodies="\n".join(bodies), forms=", ".join(each))
+    threads = max(kernel.threads for kernel in kernels)
+    return _TEMPLATE.format(threads=threads, bodies="\n".join(bodies), forms=", ".join(each))
 
 
 def kernel(loops: Loops) -> LoopsKernel | None:
@@ -260,7 +266,6 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
     body = _RUNS.format(
         vector=vector,
         access=access or ACCESS,
-        threads=THREADS,
         placed=str(into is not None or across is not None).lower(),
         function="\n\n".join([_function(loops, 0), *_others(loops, vector, arguments, text)]),
         before=_indented(text.before, 8),
@@ -441,7 +446,8 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     threads = max(least, lanes)
     functions_text = "\n\n".join(functions_)
     loops_text = _indented(loops_, 8)
-    body = _ROWS.format(columns=columns, lanes=lanes, threads=threads, functions=functions_text, loops=loops_text)
+    of_block = "kBlock" if staged is None else threads  # shared memory for staged rows was chosen for so many
+    body = _ROWS.format(columns=columns, lanes=lanes, threads=of_block, functions=functions_text, loops=loops_text)
     return body, count, threads
 
 

@@ -54,7 +54,7 @@ class LoopsKernel:
     tensors: tuple[Slot, ...]
     """The memory that it reads, in the order of addresses, which follow those of results."""
     threads: int = 0
-    """On a GPU: of a block."""
+    """On a GPU: the fewest of a block, in a launch with others; so many if rows are staged."""
     is_staged: bool = False
     """On a GPU: whether a block stages rows in shared memory."""
 
