@@ -208,9 +208,13 @@ def of_all_parts(means: torch.Tensor, variances: torch.Tensor | None, dim: int) 
     return mean, variance if variances is None else variance + variances.mean(dim)
 
 
+def _dims(x: torch.Tensor, dim: Any) -> Sequence[int]:
+    """The dimensions that an operator's argument `dim` means."""
+    return [dim] if isinstance(dim, int) else dim or range(x.dim())
+
+
 def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
-    dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
-    return math.prod(x.shape[one] for one in dims)
+    return math.prod(x.shape[one] for one in _dims(x, dim))
 
 
 def _if_long(rule: Callable[..., Any], row: Callable[..., int] = _row_along) -> Callable[..., Any]:
@@ -233,11 +237,9 @@ def _if_long_or_columns(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(rule)
     def taken_apart(x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
-        are_columns = min((x.stride(one) for one in dims if x.shape[one] > 1), default=1) > 1
-        if x.dtype in RESULT_DTYPES and are_columns and _row_along(x, dim) > _LONG:
-            return rule(x, dim, *args, **kwargs)
-        return of_rows(x, dim, *args, **kwargs)
+        is_long = x.dtype in RESULT_DTYPES and x.numel() > _LONG and _row_along(x, dim) > _LONG
+        found = rule if is_long and min(x.stride(one) for one in _dims(x, dim) if x.shape[one] > 1) > 1 else of_rows
+        return found(x, dim, *args, **kwargs)
 
     return taken_apart
 

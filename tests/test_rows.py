@@ -197,6 +197,7 @@ def test_long_columns_are_cut_into_parts(name, dtype, device):  # noqa: F811
     made = checked(Net(lambda m, x: COLUMNS[name](x)), device, 6000, 24, dtype=dtype)
     assert made.launches > 1 and not made.calls, made.code
     assert checked(Net(lambda m, x: COLUMNS["sum"](x)), device, 600, 24, dtype=dtype).launches == 1
+    checked(Net(lambda m, x: x * x.abs().sum().sum(0)), device, 6, 4, dtype=dtype)  # of a tensor without dimensions
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "mean"])
