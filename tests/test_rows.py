@@ -10,7 +10,7 @@ from test_loops import checked, device, texts  # noqa: F401
 
 import fxfuse
 from fxfuse import long_rows
-from fxfuse.cuda import loops as kernels
+from fxfuse.cuda import row_threads
 from fxfuse.program.observed import Operators
 from fxfuse.program.reductions import LONGEST
 
@@ -32,8 +32,8 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_short_rows_are_staged(name, length, dtype, device, texts, monkeypatch):  # noqa: F811
     """A block's last rows may be missing, and the last piece of memory need not be a whole vector."""
-    monkeypatch.setattr(kernels, "STAGED_LEAST", 1)
-    monkeypatch.setattr(kernels, "STAGED_RUN", 32)
+    monkeypatch.setattr(row_threads, "STAGED_LEAST", 1)
+    monkeypatch.setattr(row_threads, "STAGED_RUN", 32)
     checked(Net(lambda m, x: ROWS[name](x)), device, 131, length, dtype=dtype)
     assert any("stage<" in text for text in texts), texts
 
@@ -41,8 +41,8 @@ def test_short_rows_are_staged(name, length, dtype, device, texts, monkeypatch):
 @pytest.mark.parametrize("begin", [1, 4, 8])
 def test_rows_that_begin_anywhere(begin, device, monkeypatch):  # noqa: F811
     """Only rows that begin at a vector can be staged."""
-    monkeypatch.setattr(kernels, "STAGED_LEAST", 1)
-    monkeypatch.setattr(kernels, "STAGED_RUN", 32)
+    monkeypatch.setattr(row_threads, "STAGED_LEAST", 1)
+    monkeypatch.setattr(row_threads, "STAGED_RUN", 32)
     checked(Net(lambda m, x: F.softmax(x[begin : begin + 7 * 131].view(131, 7), -1)), device, 7 * 131 + 16)
 
 
@@ -58,13 +58,13 @@ def test_rows_that_threads_share(name, length, rows, device):  # noqa: F811
 @pytest.mark.parametrize("words", [0, 4, 8])
 @pytest.mark.parametrize("runs", [1, 3, 49, 192, 250, 1024, 8000])
 def test_few_rows_have_more_threads(runs, words):
-    work = kernels._Work(2, 20, [4, 4], 8)
-    shared = [kernels._lanes_of_rows(rows, runs, 4, work, words) for rows in (1, 100, 10_000, 1_000_000)]
+    work = row_threads.Work(2, 20, [4, 4], 8)
+    shared = [row_threads.lanes_of(rows, runs, 4, work, words) for rows in (1, 100, 10_000, 1_000_000)]
     assert shared == sorted(shared, reverse=True)
     for lanes in shared:
-        assert lanes & (lanes - 1) == 0 and lanes <= kernels.MOST_THREADS
-        assert bool(lanes) == (math.ceil(runs / kernels.MOST_THREADS) * words <= kernels.HELD_WORDS)
-        assert lanes == 0 or math.ceil(runs / lanes) * words <= kernels.HELD_WORDS
+        assert lanes & (lanes - 1) == 0 and lanes <= row_threads.MOST_THREADS
+        assert bool(lanes) == (math.ceil(runs / row_threads.MOST_THREADS) * words <= row_threads.HELD_WORDS)
+        assert lanes == 0 or math.ceil(runs / lanes) * words <= row_threads.HELD_WORDS
         assert lanes < 2 * runs or lanes == 1
 
 

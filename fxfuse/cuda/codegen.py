@@ -18,6 +18,9 @@ CPP_TYPES: Final = {
     **INTEGER_TYPES,
 }
 
+MOVED_TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
+"""Those that kernels of loops read and write: they only move float64."""
+
 _TEMPLATE: Final = """\
 #include "{header}"
 #include "math.cuh"

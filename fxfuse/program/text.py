@@ -138,6 +138,17 @@ def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
     return sizes, leaves[:count], next((leaf.index for leaf in leaves[count:] if isinstance(leaf, Position)), None)
 
 
+def vector_of(output: Value, length: int) -> int:
+    """On a GPU: how many elements of a result are written at once, if `length` of them are contiguous."""
+    size, begin = output.dtype.itemsize, math.gcd(output.slot.alignment, output.offset)
+    return math.gcd(ACCESS // size, max(begin // size, 1), length)
+
+
+def in_runs(name: str, length: int, vector: int) -> dict[str, Index]:
+    """Replaces the variable `name` of a loop over `length` elements by RUN * vector + LANE."""
+    return {name: variable(RUN, length // vector) * vector + variable(LANE, vector)}
+
+
 def by_runs(condition: Inside, size: int) -> Inside:
     """The condition in terms of runs of `size` elements, not of elements.
 

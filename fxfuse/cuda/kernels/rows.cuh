@@ -11,7 +11,7 @@
 //   rows      0 1 2 3 4 5 6 7   0 1 ...  7          0 ...  7     kRows each
 //   lane      0 0 0 0 0 0 0 0   1 1 ...  1          3 ...  3
 //
-// Short rows that do not begin at sectors of memory are staged: see _Staged in cuda/loops.py.
+// Short rows that do not begin at sectors of memory are staged: see Staged in cuda/row_threads.py.
 #pragma once
 
 #include <cstdint>
