@@ -455,11 +455,12 @@ class Text:
         parts = []
         for atom, coefficient in index.terms:
             name = self._atom(atom, lines)
-            # the run's length is in the text anyway, as far as it is not a variable
-            is_of_runs = name == RUN and coefficient == self._vector and not self._by_element
-            if coefficient != 1:
-                name += f" * {coefficient}u" if is_of_runs else f" * {self.number(coefficient)}"
-            parts.append(name)
+            if coefficient == 1:
+                parts.append(name)
+            elif name == RUN and coefficient == self._vector and not self._by_element:
+                parts.append(f"{name} * {coefficient}u")  # a run's length is in the text anyway
+            else:
+                parts.append(f"{name} * {self.number(coefficient)}")
         if index.constant:
             parts.append(self.number(index.constant))
         return " + ".join(parts) or "0u"
