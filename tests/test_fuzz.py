@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
-from fuzz import faults
+import torch
+from fuzz import drive, faults
 
 ROOT = Path(__file__).parent.parent
 TOLD_BY = {"a wrong result type": "dtype", "a broken alias": "aliasing", "strides not restored": "strides"}
@@ -42,6 +44,15 @@ def test_a_fault_is_found_by_several_processes(tmp_path):
     assert "a dropped bias: found after" in done.stdout
     (finding,) = map(json.loads, output.read_text().splitlines())
     assert finding["kind"] in ("value", "gradients") and finding["seed"] < 50
+
+
+@pytest.mark.parametrize(("have", "is_right"), [(1.0, True), (1.5, False)])
+def test_errors_of_both_are_of_the_same_numbers(have, is_right):
+    """Where eager's number has overflowed, the other may be inexact. It is no worse for that."""
+    right = torch.tensor([-3189.0, 1.0], dtype=torch.float64)
+    again = types.SimpleNamespace(exact=right, case=types.SimpleNamespace(source=str))
+    eager, ours = (torch.tensor([first, second]).half() for first, second in ((-torch.inf, 1.0), (-3000.0, have)))
+    assert (drive._wrong(eager, ours, again, lambda seen: seen) is None) == is_right
 
 
 @pytest.mark.slow
