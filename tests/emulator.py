@@ -26,8 +26,11 @@ from fxfuse.expression import parse
 
 DEVICE = Path(__file__).parent / "emulated_gpu"
 KERNELS = PACKAGE / "cuda" / "kernels"
+MACHINE = "libmachine.so"
 _MORE_FLAGS = os.environ.get("FXFUSE_EMULATOR_FLAGS", "").split()  # such as AddressSanitizer's, see CONTRIBUTING.md
-_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
+_COMPILER = ("g++", "-std=c++17", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
+_OF_KERNELS = (*_COMPILER, "-O1", "-fno-gnu-unique")
+"""Kernels' static variables, shared memory among them, are each library's own."""
 
 
 @dataclass(frozen=True)
@@ -108,31 +111,28 @@ def _translated(text: str) -> str:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder with the kernels' headers as the CPU's compiler takes them; it goes with the process."""
-    folder = tempfile.TemporaryDirectory()
+    """A folder with the kernels' headers as the CPU's compiler takes them, and the machine; it goes with the process."""
+    made = tempfile.TemporaryDirectory()
+    folder = Path(made.name)
     for header in KERNELS.glob("*.cuh"):
-        (Path(folder.name) / header.name).write_text(_translated(header.read_text()))
-    for header in DEVICE.iterdir():  # ptx.cuh among them
-        (Path(folder.name) / header.name).write_text(header.read_text())
-    runtime = Path(folder.name) / "cuda_runtime.h"
-    subprocess.run([*_COMPILER, "-o", f"{runtime}.gch", str(runtime)], check=True)
-    return folder
+        (folder / header.name).write_text(_translated(header.read_text()))
+    for file in DEVICE.iterdir():  # ptx.cuh among them
+        (folder / file.name).write_text(file.read_text())
+    machine, runtime = folder / "machine.cpp", folder / "cuda_runtime.h"
+    subprocess.run([*_COMPILER, "-O2", "-shared", "-o", str(folder / MACHINE), str(machine)], check=True)
+    subprocess.run([*_OF_KERNELS, "-o", f"{runtime}.gch", str(runtime)], check=True)
+    return made
 
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """A generated CUDA source as a library for the CPU.
-
-    Its namespace gets a name of its own. The libraries of a process share static variables of the same name, which the
-    fibers are meant to be, but not kernels' shared memory.
-    """
+    """A generated CUDA source as a library for the CPU."""
     folder = Path(_folder().name)
-    name = hashlib.sha256(source.encode()).hexdigest()[:16]
-    path = folder / name
-    path.with_suffix(".cpp").write_text(source.replace("fxfuse_kernel", f"kernel_{name}"))
+    path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
+    path.with_suffix(".cpp").write_text(source)
     command = [
-        *_COMPILER, "-shared", "-I", str(folder), "-I", str(PACKAGE), "-include", "cuda_runtime.h",  # as nvcc does
-        "-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp")),
+        *_OF_KERNELS, "-shared", "-I", str(folder), "-I", str(PACKAGE), "-include", "cuda_runtime.h",  # as nvcc does
+        "-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp")), str(folder / MACHINE),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]

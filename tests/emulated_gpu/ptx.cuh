@@ -23,8 +23,7 @@ inline uint3 read_block_index() { return blockIdx; }
 
 inline void copy_async(uint32_t destination, const void* source, int bytes, int valid) {
     if (valid > 0 && reinterpret_cast<uintptr_t>(source) % bytes != 0) emulation::fail("cp.async from a misaligned address");
-    emulation::fibers[emulation::current].open.push_back(
-        {at(destination, bytes), static_cast<const unsigned char*>(source), bytes, std::max(valid, 0)});
+    emulation::begin_copy({at(destination, bytes), static_cast<const unsigned char*>(source), bytes, std::max(valid, 0)});
 }
 inline void cp_async_16(uint32_t destination, const void* source, int valid = 16) {
     copy_async(destination, source, 16, valid);
@@ -33,18 +32,10 @@ template <int kBytes>
 void cp_async_small(uint32_t destination, const void* source, int valid = kBytes) {
     copy_async(destination, source, kBytes, valid);
 }
-inline void cp_async_commit() {
-    emulation::Fiber& fiber = emulation::fibers[emulation::current];
-    fiber.groups.push_back(std::move(fiber.open));
-    fiber.open.clear();
-}
+inline void cp_async_commit() { emulation::commit_copies(); }
 template <int kPending>
 void cp_async_wait() {
-    auto& groups = emulation::fibers[emulation::current].groups;
-    while (groups.size() > kPending) {
-        for (const emulation::Copy& copy : groups.front()) copy.arrive();
-        groups.pop_front();
-    }
+    emulation::wait_for_copies(kPending);
 }
 
 inline float2 load_l2_8(const void* source, bool exists) {
@@ -116,7 +107,7 @@ inline uint32_t cvt_rn_bf16x2(float first, float second) {
     return cvt_rn_bf16(first) | uint32_t{cvt_rn_bf16(second)} << 16;
 }
 
-// Products that warps have started since the process began, in all libraries of this kind.
+// Products that warps have started since this library was loaded.
 inline int64_t warp_products = 0;
 extern "C" __attribute__((used)) inline int64_t emulated_warp_products() { return warp_products; }
 

@@ -2,7 +2,10 @@
 // than they are waited for.
 #pragma once
 
+#include <deque>
+#include <functional>
 #include <map>
+#include <vector>
 
 #include "ptx.cuh"
 
@@ -22,7 +25,7 @@ struct Barrier {
         if (arrived < expected || bytes > 0) return;
         arrived = 0;
         parity ^= 1;
-        for (emulation::Fiber& fiber : emulation::fibers) fiber.waits = false;
+        emulation::wake_all();
     }
 };
 inline std::map<uint32_t, Barrier> barriers;
@@ -58,8 +61,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         if (!copies.empty()) {
             it.look();
         } else {
-            emulation::fibers[emulation::current].waits = true;
-            emulation::yield();
+            emulation::wait();
         }
     }
 }
