@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from fxfuse import build
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
 from fxfuse.cuda import (
@@ -64,6 +65,10 @@ OTHERS = {
 }
 """Further architectures, and bytes of shared memory that a block has there."""
 KERNELS = PACKAGE / "cuda" / "kernels"
+NAMESPACE = "fxfuse_kernel_"
+"""What a kernel's namespace is called in a unit, before its number."""
+TOGETHER = 12
+"""Kernels in a unit: headers are read once for all of them, and each processor still has many units to compile."""
 
 
 # Long, with special functions, a vector and a full operand: what it needs of registers must not cause spills.
@@ -370,6 +375,19 @@ def others() -> Iterator[tuple[str, str, str]]:
                 yield kernel.type, text, arch
 
 
+def units(catalogue: list[tuple[str, str, str]]) -> Iterator[tuple[dict[str, str], str]]:
+    """Texts by type, and an architecture, of kernels that are compiled together: they include the same headers."""
+
+    def headers(item: tuple[str, str, str]) -> tuple[str, list[str]]:
+        _, text, arch = item
+        return arch, re.findall(r"#include .*", text)
+
+    for (arch, _), alike in itertools.groupby(sorted(catalogue, key=headers), headers):
+        left = {label: text for label, text, _ in alike}
+        while left:
+            yield {label: left.pop(label) for label in list(left)[:TOGETHER]}, arch
+
+
 @dataclass
 class Outcome:
     """What the compilers said of one source."""
@@ -383,45 +401,82 @@ class Outcome:
     error: str = ""
 
 
-def compile_with_nvcc(name: str, text: str, arch: str) -> Outcome:
+def compile_with_nvcc(texts: dict[str, str], arch: str) -> list[Outcome]:
+    """Compiles kernels, by their types, as one unit: its headers are most of what there is to read."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
-        source.write_text(text)
+        source.write_text(_unit(texts))
         command = [
-            "nvcc", "-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{arch},code=sm_{arch}",
+            "nvcc", *build.CUDA_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}",
             "-cubin", "-Xptxas", "-v",
             "-I", str(KERNELS), "-I", str(PACKAGE), "-o", str(Path(folder) / "kernel.cubin"), str(source),
         ]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True)
-        outcome = Outcome(name)
         if result.returncode != 0:
-            outcome.error = result.stderr.strip()
-            return outcome
+            if len(texts) == 1:
+                return [Outcome(name, error=result.stderr.strip()) for name in texts]
+            return [outcome for name, text in texts.items() for outcome in compile_with_nvcc({name: text}, arch)]
+        outcomes = [_resources(name, number, result.stderr) for number, name in enumerate(texts)]
         if int(arch.rstrip("a")) >= 90 and shutil.which("nvdisasm") is not None:
-            outcome.error = _early_accesses(Path(folder) / "kernel.cubin")
-    outcome.registers = max(map(int, re.findall(r"Used (\d+) registers", result.stderr)), default=0)
-    outcome.spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", result.stderr)))
-    outcome.local = max(map(int, re.findall(r"(\d+) bytes stack frame", result.stderr)), default=0)
-    outcome.shared = max(map(int, re.findall(r"(\d+) bytes smem", result.stderr)), default=0)
-    return outcome
+            early = _early_accesses(Path(folder) / "kernel.cubin")
+            for number, outcome in enumerate(outcomes):
+                outcome.error = outcome.error or early.get(number, "")
+    return outcomes
 
 
-def _early_accesses(binary: Path) -> str:
-    """What its kernels do with memory before they wait for the kernel before them (ACQBULK); empty if nothing."""
+def _unit(texts: dict[str, str]) -> str:
+    return build.unit_text({name: build.Source(text, (8, 0)) for name, text in texts.items()})
+
+
+def _resources(name: str, number: int, said: str) -> Outcome:
+    """What ptxas said of one kernel of a unit: its functions' names contain its namespace's."""
+    parts = [part for part in said.split("ptxas info    : Compiling entry function ") if _number(part) == number]
+    if not parts:
+        return Outcome(name, error="ptxas did not mention it")
+    text = "".join(parts)
+    return Outcome(
+        name,
+        registers=max(map(int, re.findall(r"Used (\d+) registers", text)), default=0),
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill stores", text))),
+        local=max(map(int, re.findall(r"(\d+) bytes stack frame", text)), default=0),
+        shared=max(map(int, re.findall(r"(\d+) bytes smem", text)), default=0),
+    )
+
+
+def _number(function: str) -> int | None:
+    """The number of the kernel that a function is of, from what stands before its first line's end."""
+    found = re.search(rf"(\d+){NAMESPACE}(\d+)", function.partition("\n")[0])  # the length of the name, the name
+    return int(found[2][: int(found[1]) - len(NAMESPACE)]) if found else None  # which more digits may follow
+
+
+def _early_accesses(binary: Path) -> dict[int, str]:
+    """What kernels do with memory before they wait for the kernel before them (ACQBULK), by their numbers."""
     text = subprocess.run(["nvdisasm", "-c", str(binary)], capture_output=True, text=True, check=True).stdout
+    found = {}
     for kernel in re.split(r"\n\.text\.", text)[1:]:
+        number = _number(kernel)
+        assert number is not None, kernel.partition("\n")[0]
         operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", kernel)
         wait = next((place for place, name in enumerate(operations) if name.startswith("ACQBULK")), None)
         if wait is None:
-            return "does not wait for the kernel before it"
+            found[number] = "does not wait for the kernel before it"
+            continue
         early = [name for name in operations[:wait] if name.startswith(("LDG", "LD.", "ST", "RED", "ATOM", "UTMA"))]
         if early:
-            return f"{', '.join(early)} before it waits for the kernel before it"
-    return ""
+            found[number] = f"{', '.join(early)} before it waits for the kernel before it"
+    return found
 
 
-def nvrtc_errors(text: str, arch: str) -> str:
-    """What NVRTC 12.1 says of the device code; empty if it compiles."""
+def nvrtc_errors(texts: dict[str, str], arch: str) -> dict[str, str]:
+    """What NVRTC 12.1 says of kernels' device code, by their types; of those that compile, nothing."""
+    said = _nvrtc_log(_unit(texts), arch)
+    if said and len(texts) > 1:
+        return {key: text for name in texts for key, text in nvrtc_errors({name: texts[name]}, arch).items()}
+    return {name: f"NVRTC 12.1: {said}" for name in texts if said}
+
+
+def _nvrtc_log(text: str, arch: str) -> str:
+    """What NVRTC 12.1 says of a unit; empty if it compiles."""
     nvrtc = ctypes.CDLL(_wheel_file("nvidia.cuda_nvrtc", "lib/libnvrtc.so.12"))
     include = _wheel_file("nvidia.cuda_runtime", "include")
     # NVRTC has no standard library; the kernels need no more of it than this.
@@ -466,23 +521,21 @@ def main() -> int:
     ]
     with_nvrtc = util.find_spec("nvidia") is not None and util.find_spec("nvidia.cuda_nvrtc") is not None
 
+    catalogue += [(f"sm_{arch}: {label}", text, arch) for label, text, arch in others() if arguments.only in label]
     # Tiles differ in numbers only: one of each kind is enough to see whether the language is CUDA 12.1's.
-    kinds = {re.sub(r"\d+", "", label): label for label, _, _ in catalogue}
+    kinds = {re.sub(r"\d+", "", label): label for label, _, arch in catalogue if arch not in OTHERS}
+    representative = set(kinds.values() if with_nvrtc else ())
 
-    def check(item: tuple[str, str, str]) -> Outcome:
-        label, text, arch = item
-        outcome = compile_with_nvcc(label if arch in (HOPPER, arguments.arch) else f"sm_{arch}: {label}", text, arch)
-        if arch in OTHERS:
-            return outcome
-        if with_nvrtc and not outcome.error and label in kinds.values():
-            errors = nvrtc_errors(text, arch)
-            outcome.error = f"NVRTC 12.1: {errors}" if errors else ""
-        return outcome
+    def check(unit: tuple[dict[str, str], str]) -> list[Outcome]:
+        texts, arch = unit
+        outcomes = compile_with_nvcc(texts, arch)
+        errors = nvrtc_errors(texts, arch) if (texts := {n: t for n, t in texts.items() if n in representative}) else {}
+        for outcome in outcomes:
+            outcome.error = outcome.error or errors.get(outcome.name, "")
+        return outcomes
 
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        outcomes = list(
-            pool.map(check, [*catalogue, *(item for item in others() if arguments.only in f"sm_{item[2]}: {item[0]}")])
-        )
+        outcomes = [outcome for unit in pool.map(check, units(catalogue)) for outcome in unit]
     rows = []
     failed = []
     for outcome in outcomes:

@@ -19,8 +19,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.machinery
-import importlib.util
 import inspect
 import logging
 import os
@@ -58,7 +56,11 @@ CPU_FLAGS: Final = (
     "-fno-tree-pre",
     "-fvisibility=hidden",
 )  # fmt: skip
-CUDA_FLAGS: Final = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden")
+CUDA_FLAGS: Final = (
+    "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden",
+    # g++ is told that it has read <bits/specfun.h>, Bessel functions and the like: half a second of a unit's two
+    "-D_GLIBCXX_BITS_SPECFUN_H=1",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Source:
     """The kernel's name in messages: "linear: relu(acc + o0)"."""
     cpu: str = "native"
     """For CPU code, the value of -march; by default the instructions of this machine."""
+    calls_torch: bool = False
+    """Whether it is linked to torch's libraries."""
 
     @property
     def is_cuda(self) -> bool:
@@ -267,7 +271,7 @@ def _load_cached(key: str, source: Source) -> Launch | None:
             return _loaded[key]
         for entry in cache.find(key, toolchain.identity(source.is_cuda)):
             try:
-                launch = _loaded[key] = _import(key, cache.library_of(entry))
+                launch = _loaded[key] = import_library(key, cache.library_of(entry))
             except Exception as error:  # importing a file can raise anything, and reading it cache.UNREADABLE
                 logger.info("fxfuse: rebuilding a cached kernel: %s", error)
                 cache.remove(entry)
@@ -309,19 +313,38 @@ def _in_cache(key: str, source: Source) -> Path | None:
     return None
 
 
+class _Kernel(ctypes.Structure):
+    """What a library has for a kernel (binding.h)."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("call", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p), ("error", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Compiled:
+    """What the function of a compiled kernel belongs to."""
+
+    def __init__(self, library: ctypes.CDLL, kernel: _Kernel) -> None:
+        self.functions = (kernel.entry, kernel.error)
+        """The addresses of its two functions (binding.h)."""
+        self._kept = library, kernel
+
+
+_new_function: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+"""The function for a PyMethodDef, with what it belongs to, and no Python module."""
+
+
 def import_library(key: str, library: Path) -> Launch:
     """The `launch` function of the kernel `key` in a library. Raises ImportError or OSError if it cannot be loaded."""
-    return _import(key, library)
-
-
-def _import(key: str, library: Path) -> Launch:
-    name = _module(key)
-    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
-    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    launch: Launch = module.launch
+    loaded = ctypes.CDLL(str(library))
+    try:
+        kernel = _Kernel.in_dll(loaded, _symbol(key))
+    except ValueError as error:
+        raise ImportError(f"{library} has no kernel {key}") from error
+    launch: Launch = _new_function(ctypes.addressof(kernel), _Compiled(loaded, kernel), None)
     return launch
 
 
@@ -335,8 +358,8 @@ def _bring_runtime() -> None:
             return
 
 
-def _module(key: str) -> str:
-    """The name of a kernel's extension module, and so of its PyInit_… function."""
+def _symbol(key: str) -> str:
+    """What a kernel is called in its library, and a library by its first kernel."""
     return f"fxfuse_{key}"
 
 
@@ -542,11 +565,11 @@ def _compile(unit: Sequence[_Build]) -> list[Launch]:
             raise ToolchainError(f"nothing can be written to the kernel cache: {error}") from error
         try:
             sources = {build.key: build.source for build in unit}
-            first.job.run(lambda: _load_inline(sources, _module(first.key), folder), folder)
+            first.job.run(lambda: _load_inline(sources, _symbol(first.key), folder), folder)
             library = next(folder.glob("*.so"))
             if first.source.is_cuda and torch.version.cuda is None:
                 _bring_runtime()
-            launches = [_import(build.key, library) for build in unit]
+            launches = [import_library(build.key, library) for build in unit]
         except toolchain.TimeLimit as error:
             text = f"{error} (FXFUSE_COMPILE_TIMEOUT sets this limit)"
             if compilers in _worked:
@@ -582,7 +605,7 @@ def _yield_processors() -> None:
 
 
 def unit_text(sources: Mapping[str, Source]) -> str:
-    """The text of a unit. Macros make the kernels' names distinct, and each kernel gets a Python module.
+    """The text of a unit. Macros make the kernels' names distinct, and each kernel gets a binding.
 
     A kernel's text defines everything in a namespace fxfuse_kernel, except for the two functions of binding.h.
 
@@ -595,8 +618,8 @@ def unit_text(sources: Mapping[str, Source]) -> str:
     for number, source in enumerate(sources.values()):
         parts += [f"#define {name} {name}_{number}" for name in names]
         parts += [source.text, *(f"#undef {name}" for name in names)]
-    modules = [f"FXFUSE_MODULE({_module(key)}, {number})" for number, key in enumerate(sources)]
-    return "\n".join([*binding, *parts, "#ifndef __CUDA_ARCH__", *modules, "#endif", ""])
+    kernels = [f"FXFUSE_KERNEL({_symbol(key)}, {number})" for number, key in enumerate(sources)]
+    return "\n".join([*binding, *parts, "#ifndef __CUDA_ARCH__", *kernels, "#endif", ""])
 
 
 def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> None:
@@ -604,6 +627,10 @@ def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> N
 
     first = next(iter(sources.values()))
     arguments: dict[str, Any] = {}
+    link_flags = [] if first.is_cuda or platform.system() == "Darwin" else ["-fopenmp"]
+    if not any(source.calls_torch for source in sources.values()):
+        # load_inline links torch's libraries, which takes a third of a small kernel's time: empty ones are found before
+        link_flags.append(f"-L{PACKAGE / 'implicit'}")
     includes = [str(PACKAGE), str(PACKAGE / ("cuda" if first.is_cuda else "cpu") / "kernels")]
     # A kernel takes 3 s to compile without torch's headers, and 60 s with them.
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
@@ -618,14 +645,13 @@ def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> N
         }
     else:
         arguments |= {"cpp_sources": [unit_text(sources)], "extra_cflags": list(_flags(first))}
-        if platform.system() != "Darwin":
-            arguments["extra_ldflags"] = ["-fopenmp"]
     cpp_extension.load_inline(
         name=name,
         extra_include_paths=includes,
         build_directory=str(directory),
         with_cuda=first.is_cuda,
-        is_python_module=False,  # _import loads the module of each kernel
+        extra_ldflags=link_flags,
+        is_python_module=False,  # import_library makes the function of each kernel
         verbose=False,
         **arguments,
     )

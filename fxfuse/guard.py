@@ -17,7 +17,7 @@ from fxfuse.errors import UnsupportedError
 _COMPARE, _NOTE, _COMPARE_TABLES, _MARK_ALONE, _READ_VERSIONS, _TELL_APART = range(6)
 """Tasks, as in guard.h."""
 
-SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of programs")
+SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of programs", calls_torch=True)
 
 
 class Guard:

@@ -111,7 +111,7 @@ def _translated(text: str) -> str:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder with the kernels' headers as the CPU's compiler takes them, and the machine; it goes with the process."""
+    """A folder with the kernels' headers as g++ takes them, and the machine; it goes with the process."""
     made = tempfile.TemporaryDirectory()
     folder = Path(made.name)
     for header in KERNELS.glob("*.cuh"):

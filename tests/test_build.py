@@ -566,7 +566,7 @@ def test_a_kernel_for_a_gpu_has_its_binding_in_the_same_file(tmp_path, monkeypat
     (text,) = given["cuda_sources"]
     assert "\nint kernel;\n" in text
     assert text.startswith('#ifndef __CUDA_ARCH__\n#include "binding.h"\n#endif\n')
-    assert text.endswith("#ifndef __CUDA_ARCH__\nFXFUSE_MODULE(fxfuse_key, 0)\n#endif\n")
+    assert text.endswith("#ifndef __CUDA_ARCH__\nFXFUSE_KERNEL(fxfuse_key, 0)\n#endif\n")
 
 
 # ------------------------------------------------------------------------------------- broken sources
