@@ -1,10 +1,12 @@
 """Builds: what is cached and trusted, and what happens when tools, folders or sources are broken."""
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -23,7 +25,7 @@ from helpers import Net, end_of_builds, linear, randn
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import build, cache, toolchain
+from fxfuse import build, cache, guard, toolchain
 from fxfuse.cuda import codegen, pointwise
 from fxfuse.expression import parse
 from fxfuse.layout import Layout
@@ -567,6 +569,40 @@ def test_a_kernel_for_a_gpu_has_its_binding_in_the_same_file(tmp_path, monkeypat
     assert "\nint kernel;\n" in text
     assert text.startswith('#ifndef __CUDA_ARCH__\n#include "binding.h"\n#endif\n')
     assert text.endswith("#ifndef __CUDA_ARCH__\nFXFUSE_KERNEL(fxfuse_key, 0)\n#endif\n")
+
+
+def test_a_launch_says_what_is_wrong_with_its_arguments(new_cache):
+    launch = build.load(returning(7))
+    written = ctypes.c_uint64()
+    assert launch(b"", 0, ctypes.addressof(written)) is None and written.value == 7
+    for arguments, error in (
+        ((b"",), TypeError),
+        ((b"", 0, *range(65)), TypeError),
+        (("no bytes", 0), TypeError),
+        ((b"", "no stream"), TypeError),
+        ((b"x" * 4097, 0), ValueError),
+        ((b"", 0, -1), OverflowError),
+    ):
+        with pytest.raises(error):
+            launch(*arguments)
+
+
+def test_a_failed_launch_raises_what_the_kernel_says_of_it(new_cache):
+    launch = build.load(
+        build.Source(
+            'extern "C" int fxfuse_launch(const void*, const uint64_t*, uint64_t) { return 3; }'
+            'extern "C" const char* fxfuse_error(int code) { return code == 3 ? "out of luck" : ""; }'
+        )
+    )
+    with pytest.raises(RuntimeError, match=re.escape("out of luck (error 3)")):
+        launch(b"", 0)
+
+
+def test_only_what_calls_torch_is_linked_to_it(new_cache):
+    """Its libraries have half a gigabyte of names and code: reading them takes a third of a small kernel's time."""
+    for source, calls_torch in ((returning(1), False), (guard.SOURCE, True)):
+        [(_, library)] = build.libraries_of([source])
+        assert (b"libtorch" in library.read_bytes()) == calls_torch
 
 
 # ------------------------------------------------------------------------------------- broken sources
