@@ -3,6 +3,9 @@
 import os
 import signal
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: threads of workers that share processors wait without spinning
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 from helpers import end_of_builds
 
