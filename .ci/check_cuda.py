@@ -5,7 +5,7 @@ installed: the sources stay within CUDA 12.1. A few of the kernels that other ar
 those, within the shared memory that they have. With nvdisasm and --arch 90, too: no kernel reads memory before it has
 waited for the kernel before it. Exits non-zero with a table of what failed.
 
-    python .ci/check_cuda.py [--arch 80] [--only SUBSTRING]
+    python .ci/check_cuda.py [--arch 80] [--only SUBSTRING] [--each NUMBER]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import util
@@ -375,6 +375,21 @@ def others() -> Iterator[tuple[str, str, str]]:
                 yield kernel.type, text, arch
 
 
+def kind_of(label: str) -> str:
+    """A kernel's type without its numbers."""
+    return re.sub(r"\d+", "", label)
+
+
+def spread(labels: Iterable[str], most: int) -> set[str]:
+    """Of each kind of kernels at most so many, the smallest and the largest tile among them."""
+    found: set[str] = set()
+    for _, alike in itertools.groupby(sorted(labels, key=kind_of), kind_of):
+        ordered = sorted(alike, key=lambda label: list(map(int, re.findall(r"\d+", label))))
+        steps = max(1, min(most, len(ordered)) - 1)
+        found.update(ordered[(len(ordered) - 1) * step // steps] for step in range(min(most, len(ordered))))
+    return found
+
+
 def units(catalogue: list[tuple[str, str, str]]) -> Iterator[tuple[dict[str, str], str]]:
     """Texts by type, and an architecture, of kernels that are compiled together: they include the same headers."""
 
@@ -513,6 +528,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="80", help="compute capability, e.g. 80 or 90")
     parser.add_argument("--only", default="", help="check only kernels whose name contains this")
+    parser.add_argument("--each", type=int, help="check so many of those that differ in numbers only")
     arguments = parser.parse_args()
     catalogue = [
         (label, text, HOPPER if "Wgmma" in label else arguments.arch)
@@ -521,9 +537,12 @@ def main() -> int:
     ]
     with_nvrtc = util.find_spec("nvidia") is not None and util.find_spec("nvidia.cuda_nvrtc") is not None
 
+    if arguments.each is not None:
+        kept = spread((label for label, _, _ in catalogue), arguments.each)
+        catalogue = [item for item in catalogue if item[0] in kept]
     catalogue += [(f"sm_{arch}: {label}", text, arch) for label, text, arch in others() if arguments.only in label]
     # Tiles differ in numbers only: one of each kind is enough to see whether the language is CUDA 12.1's.
-    kinds = {re.sub(r"\d+", "", label): label for label, _, arch in catalogue if arch not in OTHERS}
+    kinds = {kind_of(label): label for label, _, arch in catalogue if arch not in OTHERS}
     representative = set(kinds.values() if with_nvrtc else ())
 
     def check(unit: tuple[dict[str, str], str]) -> list[Outcome]:

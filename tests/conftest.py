@@ -3,8 +3,9 @@
 import os
 import signal
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: threads of workers that share processors wait without spinning
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: OpenMP's threads of several workers would wait for processors
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import pytest
 from helpers import end_of_builds
