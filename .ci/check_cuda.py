@@ -67,8 +67,6 @@ OTHERS = {
 KERNELS = PACKAGE / "cuda" / "kernels"
 NAMESPACE = "fxfuse_kernel_"
 """What a kernel's namespace is called in a unit, before its number."""
-TOGETHER = 12
-"""Kernels in a unit: headers are read once for all of them, and each processor still has many units to compile."""
 
 
 # Long, with special functions, a vector and a full operand: what it needs of registers must not cause spills.
@@ -385,8 +383,8 @@ def spread(labels: Iterable[str], most: int) -> set[str]:
     found: set[str] = set()
     for _, alike in itertools.groupby(sorted(labels, key=kind_of), kind_of):
         ordered = sorted(alike, key=lambda label: list(map(int, re.findall(r"\d+", label))))
-        steps = max(1, min(most, len(ordered)) - 1)
-        found.update(ordered[(len(ordered) - 1) * step // steps] for step in range(min(most, len(ordered))))
+        count = min(most, len(ordered))
+        found.update(ordered[(len(ordered) - 1) * place // max(1, count - 1)] for place in range(count))
     return found
 
 
@@ -398,9 +396,9 @@ def units(catalogue: list[tuple[str, str, str]]) -> Iterator[tuple[dict[str, str
         return arch, re.findall(r"#include .*", text)
 
     for (arch, _), alike in itertools.groupby(sorted(catalogue, key=headers), headers):
-        left = {label: text for label, text, _ in alike}
-        while left:
-            yield {label: left.pop(label) for label in list(left)[:TOGETHER]}, arch
+        kernels = [(label, text) for label, text, _ in alike]
+        for first in range(0, len(kernels), build.MOST_TOGETHER):
+            yield dict(kernels[first : first + build.MOST_TOGETHER]), arch
 
 
 @dataclass
@@ -459,9 +457,10 @@ def _resources(name: str, number: int, said: str) -> Outcome:
 
 
 def _number(function: str) -> int | None:
-    """The number of the kernel that a function is of, from what stands before its first line's end."""
-    found = re.search(rf"(\d+){NAMESPACE}(\d+)", function.partition("\n")[0])  # the length of the name, the name
-    return int(found[2][: int(found[1]) - len(NAMESPACE)]) if found else None  # which more digits may follow
+    """The number of a function's kernel in its unit, from the text's first line; None if the line names no kernel."""
+    found = re.search(rf"(\d+){NAMESPACE}(\d+)", function.partition("\n")[0])
+    # mangled names begin with their length, which tells the number's digits from those that follow
+    return int(found[2][: int(found[1]) - len(NAMESPACE)]) if found else None
 
 
 def _early_accesses(binary: Path) -> dict[int, str]:
@@ -540,7 +539,8 @@ def main() -> int:
     if arguments.each is not None:
         kept = spread((label for label, _, _ in catalogue), arguments.each)
         catalogue = [item for item in catalogue if item[0] in kept]
-    catalogue += [(f"sm_{arch}: {label}", text, arch) for label, text, arch in others() if arguments.only in label]
+    further = [(f"sm_{arch}: {label}", text, arch) for label, text, arch in others()]
+    catalogue += [item for item in further if arguments.only in item[0]]
     # Tiles differ in numbers only: one of each kind is enough to see whether the language is CUDA 12.1's.
     kinds = {kind_of(label): label for label, _, arch in catalogue if arch not in OTHERS}
     representative = set(kinds.values() if with_nvrtc else ())
@@ -548,7 +548,8 @@ def main() -> int:
     def check(unit: tuple[dict[str, str], str]) -> list[Outcome]:
         texts, arch = unit
         outcomes = compile_with_nvcc(texts, arch)
-        errors = nvrtc_errors(texts, arch) if (texts := {n: t for n, t in texts.items() if n in representative}) else {}
+        of_kinds = {name: text for name, text in texts.items() if name in representative}
+        errors = nvrtc_errors(of_kinds, arch) if of_kinds else {}
         for outcome in outcomes:
             outcome.error = outcome.error or errors.get(outcome.name, "")
         return outcomes

@@ -89,11 +89,11 @@ void begin_copy(const Copy& copy);
 void commit_copies();
 void wait_for_copies(size_t pending);
 
-void pause();     // lets all other threads go as far as they can
-void wait();      // lets no thread of the block run again before one of them says that something has changed
-void wake_all();  // says so
+void pause();     // the calling thread lets all others go as far as they can
+void wait();      // the calling thread stands still until another calls wake_all
+void wake_all();
 
-// Where threads meet: the last that arrives does what is to be done for all of them, who see what it made of `mine`.
+// Each thread brings an item. The last to arrive calls `complete` on all items; then all of them go on.
 using Complete = void (*)(void** all, const void* how);
 void meet_warp(void* mine, Complete complete, const void* how);
 void meet_block(void* mine, Complete complete, const void* how);
