@@ -1,5 +1,7 @@
 """Where results of kernels lie: nothing shares memory with what lives at the same time, and there is little of it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -52,13 +54,35 @@ def drawn_steps(generator):
     return steps, slots
 
 
+def at_once(steps, plan, lent=None, deaths=None):
+    """By moment, the bytes of a plan's arenas and of everything else; and each step's moment."""
+    timeline = memory._Timeline(steps, deaths or {}, lent or {})
+    moments = timeline.moments(plan.ends)
+    return memory._at_once([arena for arena in plan.arenas if arena.lender is None], timeline.others(moments)), moments
+
+
+def alive(steps, slots):
+    """By step, the bytes of results that are alive."""
+    found = memory._Timeline(steps, {}, {}).others(range(len(steps)))
+    for block in memory.blocks_of(steps, slots, {}):
+        for step in range(block.first, block.last + 1):
+            found[step] += block.nbytes
+    return found
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_arenas_are_there_while_something_lives_in_them(seed):
     steps, slots = drawn_steps(np.random.default_rng(seed))
-    arenas = memory.arenas_of(steps, slots)
+    plan = memory.arenas_of(steps, slots)
+    arenas = plan.arenas
     blocks = [block for arena in arenas for block in arena.blocks]
     assert sorted(slot.name for block in blocks for slot in block.slots) == sorted(slot.name for slot in slots)
-    moments = memory._moments(steps)
+    total, moments = at_once(steps, plan)
+    for end in plan.ends:
+        assert isinstance(steps[end - 1], values.Launch) and isinstance(steps[end], values.Launch)
+    for before, after in itertools.pairwise(range(len(steps))):
+        together = isinstance(steps[before], values.Launch) and isinstance(steps[after], values.Launch)
+        assert (moments[before] == moments[after]) == (together and after not in plan.ends)
     for arena in arenas:
         for number, block in enumerate(arena.blocks):
             assert arena.begin <= moments[block.first] and moments[block.last] <= arena.end
@@ -71,13 +95,9 @@ def test_arenas_are_there_while_something_lives_in_them(seed):
                     or block.offset >= other.offset + other.nbytes
                     or other.offset >= block.offset + block.nbytes
                 )
-    others = memory._allocated_by_torch(steps, moments)
-    most = max(memory._at_once(arenas, others))
-    whole = memory.place(blocks) + max(others)
-    assert most <= whole
-    # nothing is needed at once but what lives, and what is between that
-    living = [sum(b.nbytes for b in blocks if b.first <= at <= b.last) for at in range(len(steps))]
-    assert most >= max(map(sum, zip(living, (others[moment] for moment in moments), strict=True)))
+    # nothing is needed at once but what is alive, and what is between that
+    others = memory._Timeline(steps, {}, {}).others(moments)
+    assert max(alive(steps, slots)) <= max(total) <= memory.place(blocks) + max(others)
 
 
 def with_lent(generator, steps):
@@ -100,8 +120,8 @@ def test_results_lie_in_lent_memory_after_its_last_use_only(seed):
     generator = np.random.default_rng(seed)
     steps, slots = drawn_steps(generator)
     lent = with_lent(generator, steps)
-    alone = memory.arenas_of(steps, slots)
-    arenas = memory.arenas_of(steps, slots, lent)
+    alone = memory.arenas_of(steps, slots).arenas
+    arenas = memory.arenas_of(steps, slots, lent).arenas
     borrowed = [arena for arena in arenas if arena.lender is not None]
     placed = [slot for arena in arenas for block in arena.blocks for slot in block.slots if slot.kind == "memory"]
     assert borrowed and sorted(slot.name for slot in placed) == sorted(slot.name for slot in slots)
@@ -130,7 +150,7 @@ def test_lent_memory_is_let_go_of_after_its_last_use_and_where_that_matters(seed
     generator = np.random.default_rng(seed)
     steps, slots = drawn_steps(generator)
     lent = with_lent(generator, steps)
-    arenas = memory.arenas_of(steps, slots, lent)
+    arenas = memory.arenas_of(steps, slots, lent).arenas
     released = memory.releases(steps, arenas, lent)
     when = {slot: step for step, some in released.items() for slot in some}
     assert len(when) == sum(map(len, released.values()))
@@ -139,7 +159,7 @@ def test_lent_memory_is_let_go_of_after_its_last_use_and_where_that_matters(seed
 
     def total(gone):
         """By step, the bytes of all memory, if lent memory is gone from some step on."""
-        here = memory._allocated_by_torch(steps, range(len(steps)))
+        here = memory._Timeline(steps, {}, {}).others(range(len(steps)))
         for arena in arenas:
             for step in range(min(block.first for block in arena.blocks), arena.last + 1):
                 here[step] += 0 if arena.lender else arena.size
@@ -170,13 +190,8 @@ def test_what_lives_long_costs_no_memory_beside_torchs(seed):
         else:
             slots.append(values.Slot("memory", f"v{number}", nbytes=nbytes, first=number, last=last))
             steps.append(values.Launch(None, [(slots[-1], 0)]))
-    moments = memory._moments(steps)
-    others = memory._allocated_by_torch(steps, moments)
-    lives = list(others)
-    for slot in slots:
-        for moment in range(moments[slot.first], moments[slot.last] + 1):
-            lives[moment] += slot.nbytes
-    assert max(memory._at_once(memory.arenas_of(steps, slots), others)) <= 1.05 * max(lives)
+    total, _ = at_once(steps, memory.arenas_of(steps, slots))
+    assert max(total) <= 1.05 * max(alive(steps, slots))
 
 
 def test_memory_that_torch_needs_meanwhile_is_let_go_of():
@@ -189,13 +204,53 @@ def test_memory_that_torch_needs_meanwhile_is_let_go_of():
         made = values.Value(slot, 0, (48 << 20,), (1,), torch.uint8, slot.name)
         steps.append(values.Call(None, (), {}, made, False, True))
     steps += [values.Launch(None, [(slots[1], 0), (small, 0)])] * 2
-    arenas = memory.arenas_of(steps, [*slots, small])
-    assert [[slot.name for block in arena.blocks for slot in block.slots] for arena in arenas] == [
-        ["v0", "v4"],
-        ["small"],
-    ] or arenas
-    others = memory._allocated_by_torch(steps, memory._moments(steps))
-    assert max(memory._at_once(arenas, others)) <= 66 << 20
+    plan = memory.arenas_of(steps, [*slots, small])
+    names = [[slot.name for block in arena.blocks for slot in block.slots] for arena in plan.arenas]
+    assert sorted(map(sorted, names)) == [["small"], ["v0"], ["v4"]] and not plan.ends
+    assert max(at_once(steps, plan)[0]) <= 66 << 20
+
+
+def test_results_of_changing_sizes_take_what_is_alive_at_once():
+    """The beginning of a MobileNet: each result is read once, and two of them are alive at a time."""
+    sizes = [10, 13, 13, 7, 39, 10, 7, 21, 21, 4, 12]
+    blocks = [memory.Block([], step, step + 1, size << 20) for step, size in enumerate(sizes)]
+    assert memory.place(blocks) == max(map(sum, itertools.pairwise(sizes))) << 20
+
+
+def chain(sizes, by_torch):
+    """Steps of which each reads the result of the one before. Sizes are in MB; torch computes some of the results."""
+    steps, slots = [], []
+    for number, size in enumerate(sizes):
+        is_made = number in by_torch
+        slot = values.Slot("made" if is_made else "memory", f"v{number}", nbytes=size << 20, first=number)
+        slot.last = min(number + 1, len(sizes) - 1)
+        made = values.Value(slot, 0, (size << 20,), (1,), torch.uint8, slot.name)
+        steps.append(values.Call(None, (), {}, made, False, True) if is_made else values.Launch(None, [(slot, 0)]))
+        slots += [] if is_made else [slot]
+    return steps, slots
+
+
+def test_a_list_of_launches_ends_where_a_result_of_torchs_dies():
+    """What torch computed is read by the first launch of a list, of which later ones need as much memory."""
+    steps, slots = chain([2, 64, 8, 32, 32, 8, 2], by_torch={1})
+    plan = memory.arenas_of(steps, slots)
+    assert plan.ends == {3}
+    assert max(at_once(steps, plan)[0]) == max(alive(steps, slots)) == 72 << 20
+
+
+def test_a_list_of_launches_ends_before_a_large_result_of_the_call():
+    steps, slots = chain([8, 64, 64, 8, 64], by_torch=())
+    slots.pop().escapes = True
+    plan = memory.arenas_of(steps, slots)
+    assert len(plan.ends) <= 3 and max(at_once(steps, plan)[0]) == 128 << 20
+
+
+def test_lists_of_launches_end_only_where_it_is_worth_a_call():
+    """Ten layers, in each of which attention of torch's has a small result: 6 % of the memory is 20 lists too many."""
+    steps, slots = chain([4, 32, 32, 4] * 10, by_torch=range(3, 40, 4))
+    plan = memory.arenas_of(steps, slots)
+    assert not plan.ends and len(plan.arenas) == 1
+    assert max(alive(steps, slots)) < max(at_once(steps, plan)[0])
 
 
 def test_memory_that_is_needed_when_lent_memory_is_gone_is_not_there_before():
@@ -205,8 +260,9 @@ def test_memory_that_is_needed_when_lent_memory_is_gone_is_not_there_before():
     large = values.Slot("memory", "large", nbytes=64 << 20, first=5, last=6)
     steps = [values.Launch(None, [(slot, 0)]) for slot in (*lent, small, large, large)]
     steps[4] = values.Call(None, (), {}, None, False, True)
-    arenas = [arena for arena in memory.arenas_of(steps, [small, large], lent) if arena.lender is None]
-    moments = memory._moments(steps)
+    plan = memory.arenas_of(steps, [small, large], lent)
+    arenas = [arena for arena in plan.arenas if arena.lender is None]
+    moments = memory._Timeline(steps, {}, {}).moments(plan.ends)
     assert [(arena.begin, arena.size) for arena in arenas] == [(moments[0], 1 << 20), (moments[5], 64 << 20)]
 
 

@@ -2,8 +2,11 @@
 
 An arena is one allocation, which exists while any of its results is alive. In an arena, results that are not alive at
 the same time share memory. A result that is computed in place has the memory of its operand. Where an arena and
-torch's own results would together raise the peak, the arena ends, and another begins later. Lent memory (values.py) is
-an arena, too, after its last read.
+torch's own results would together raise the peak, the arena ends, and another begins later.
+
+Kernels that follow each other are launched together, as a list, so what the first of them reads is there until the last
+one is launched. Where that raises the peak, the list ends earlier. Lent memory (values.py) is an arena, too, after its
+last read.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -28,6 +31,12 @@ MOST_CUTS: Final = 32
 """The most cuts of arenas in search of the least peak."""
 NOT_WORTH_A_CUT: Final = 0.02
 """The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
+WORTH_OF_A_CALL: Final = 0.005
+"""The part of the peak that each further allocation or list of launches must save. It takes a microsecond or two."""
+MOST_ORDERS: Final = 8
+"""The most orders in which blocks are placed, from one first order."""
+NEAR: Final = 6
+"""How many of the arenas that end last another one may be joined with."""
 NOT_WORTH_A_RELEASE: Final = 0.005
 """The same for giving lent memory back, which takes time and ends a list of launches."""
 
@@ -55,9 +64,9 @@ class Arena:
     """A piece of memory that is allocated before the first step that uses it, and freed after the last."""
 
     blocks: list[Block]
-    begin: int
-    """The first moment (`_moments`) at which it exists."""
-    end: int
+    begin: int = 0
+    """The first moment (`_Timeline`) at which it exists."""
+    end: int = 0
     """The last moment at which it exists."""
     size: int = 0
     """In bytes: a multiple of every dtype's size."""
@@ -72,9 +81,15 @@ class Arena:
     @staticmethod
     def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
         """The smallest arena for these blocks, which are placed in it."""
-        arena = Arena(blocks, min(moments[b.first] for b in blocks), max(moments[b.last] for b in blocks))
+        arena = Arena(blocks)
+        arena.exist(moments)
         arena.place()
         return arena
+
+    def exist(self, moments: Sequence[int]) -> None:
+        """Sets the moments at which it exists, given the moment of each step."""
+        self.begin = min(moments[block.first] for block in self.blocks)
+        self.end = max(moments[block.last] for block in self.blocks)
 
     @property
     def last(self) -> int:
@@ -85,21 +100,121 @@ class Arena:
         self.size = place(self.blocks)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Where results lie."""
+
+    arenas: list[Arena]
+    ends: frozenset[int] = frozenset()
+    """The steps before which a list of launches ends, although a launch comes before them."""
+
+
+class _Timeline:
+    """What a program needs beside its arenas, by moment.
+
+    A moment is a call of torch, or a list of launches: all of its memory is there at the same time.
+    """
+
+    def __init__(self, steps: Sequence[Launch | Call], deaths: Mapping[Slot, int], lent: Mapping[Slot, int]) -> None:
+        """
+        Args:
+            deaths: by lent slot, the number of the last step that uses its memory.
+            lent: the sizes of lent slots in bytes.
+        """
+        self._steps = steps
+        self._sizes = _allocated_by_torch(steps)
+        self._lent = [(slot, last, lent[slot]) for slot, last in deaths.items()] if steps else []
+        self.joints = frozenset(
+            number + 1 for number, pair in enumerate(itertools.pairwise(steps)) if all(map(_is_launch, pair))
+        )
+        """The steps before which a list of launches may end."""
+
+    def moments(self, ends: Set[int]) -> list[int]:
+        """By step: the moment at which it runs, if lists of launches end before these steps."""
+        new = (number not in self.joints or number in ends for number in range(1, len(self._steps)))
+        return list(itertools.accumulate(new, initial=0))[: len(self._steps)]
+
+    def others(self, moments: Sequence[int]) -> list[int]:
+        """By moment: the bytes of results that torch allocated, or that the caller gets, and of lent memory."""
+        changes = _changes(self._sizes, moments)
+        for _, last, nbytes in self._lent:
+            changes[0] += nbytes
+            changes[moments[last] + 1] -= nbytes
+        return list(itertools.accumulate(changes))[:-1]
+
+
 def arenas_of(
     steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({})
-) -> list[Arena]:
-    """Arenas for the results `slots`. Sets the offsets of these slots.
+) -> Plan:
+    """Arenas for the results `slots`, and where lists of launches end for them. Sets the offsets of these slots.
 
     Args:
         lent: given memory that results may take after its last use, and its sizes in bytes.
     """
     lent = {slot: nbytes // UNIT * UNIT for slot, nbytes in lent.items()}
-    blocks, moments = blocks_of(steps, slots, lent), _moments(steps)
-    borrowed, blocks = _borrowed(blocks, lent, moments)
-    others = _allocated_by_torch(steps, moments)
-    for slot, last in _deaths(lent, borrowed).items():
-        for moment in range(moments[last] + 1 if steps else 0):
-            others[moment] += lent[slot]
+    blocks = blocks_of(steps, slots, lent)
+    borrowed, blocks = _borrowed(blocks, lent, len(steps))
+    timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
+    plan = _planned(blocks, timeline)
+    arenas = [*plan.arenas, *borrowed]
+    for number, arena in enumerate(arenas):
+        arena.name = f"arena{number}"
+        for block in arena.blocks:
+            for slot in block.slots:
+                slot.offset = block.offset
+    return Plan(arenas, plan.ends)
+
+
+def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
+    """Arenas for blocks. Lists of launches end early where that is worth it."""
+    moments = timeline.moments(frozenset())
+    others = timeline.others(moments)
+    plan = Plan(_joined(_cut_where_it_saves(blocks, others, moments), others))
+    peak = max([SMALL, *_at_once(plan.arenas, others)])
+    each = timeline.moments(timeline.joints)
+    if peak <= max(SMALL, _least(blocks, timeline.others(each), each) * (1 + NOT_WORTH_A_CUT)):
+        return plan
+    finer = _with_ends(blocks, timeline)
+    moments = timeline.moments(finer.ends)
+    others = timeline.others(moments)
+    saved = 1 - max([SMALL, *_at_once(finer.arenas, others)]) / peak
+    calls = len(finer.arenas) + len(finer.ends) - len(plan.arenas)
+    if saved > max(NOT_WORTH_A_CUT, calls * WORTH_OF_A_CALL):
+        return finer
+    for arena in plan.arenas:
+        arena.place()  # again: the other plan has moved its blocks
+    return plan
+
+
+def _with_ends(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
+    """Arenas for blocks, with as few ends of lists as the least peak allows.
+
+    At first each launch is a list of its own. Then lists are joined, one after the other, unless this raises the peak.
+    """
+    moments = timeline.moments(timeline.joints)
+    others = timeline.others(moments)
+    arenas = _cut_where_it_saves(blocks, others, moments)
+    peak = max([SMALL, *_at_once(arenas, others)]) * (1 + NOT_WORTH_A_CUT)
+    changes = {0}
+    for arena in arenas:
+        changes |= {min(block.first for block in arena.blocks), arena.last + 1}
+    before = [0, *others]
+    steps = {number for number, moment in enumerate(moments) if number in changes or others[moment] != before[moment]}
+    ends = timeline.joints & steps  # elsewhere nothing begins or ends
+    for end in sorted(ends):
+        moments = timeline.moments(ends - {end})
+        for arena in arenas:
+            arena.exist(moments)
+        if max(_at_once(arenas, timeline.others(moments))) <= peak:
+            ends -= {end}
+    moments = timeline.moments(ends)
+    for arena in arenas:
+        arena.exist(moments)
+    return Plan(_joined(arenas, timeline.others(moments)), ends)
+
+
+def _cut_where_it_saves(blocks: Sequence[Block], others: Sequence[int], moments: Sequence[int]) -> list[Arena]:
+    """Arenas for blocks: the fewest of those that were tried whose peak is the least, or nearly."""
     ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
         ways.append(cut)
@@ -108,13 +223,16 @@ def arenas_of(
     arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
     for arena in arenas:
         arena.place()  # again: a later cut, which is not used, may have moved its blocks
-    arenas = [*_joined(arenas, others), *borrowed]
-    for number, arena in enumerate(arenas):
-        arena.name = f"arena{number}"
-        for block in arena.blocks:
-            for slot in block.slots:
-                slot.offset = block.offset
     return arenas
+
+
+def _least(blocks: Iterable[Block], others: Sequence[int], moments: Sequence[int]) -> int:
+    """The bytes that are alive at once, at most: no arenas can have a lower peak."""
+    changes = [0] * (len(others) + 1)
+    for block in blocks:
+        changes[moments[block.first]] += block.nbytes
+        changes[moments[block.last] + 1] -= block.nbytes
+    return max(map(operator.add, itertools.accumulate(changes), others), default=0)
 
 
 def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
@@ -131,9 +249,7 @@ def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
     return Arena(blocks, begin=0, end=0, size=size, name="kept")
 
 
-def _borrowed(
-    blocks: Iterable[Block], lent: Mapping[Slot, int], moments: Sequence[int]
-) -> tuple[list[Arena], list[Block]]:
+def _borrowed(blocks: Iterable[Block], lent: Mapping[Slot, int], steps: int) -> tuple[list[Arena], list[Block]]:
     """Places blocks in lent memory: the largest block first, each in the smallest piece of memory that has room.
 
     Returns the arenas that got blocks, and the blocks that found no room.
@@ -145,7 +261,7 @@ def _borrowed(
         if lender is None:
             left.append(block)
         else:
-            arenas.append(Arena([block], 0, len(moments), lent[lender], lender=lender))
+            arenas.append(Arena([block], 0, steps, lent[lender], lender=lender))
     arenas.sort(key=lambda arena: arena.size)
     rest: list[Block] = []
     for block in sorted(left, key=lambda block: (-block.nbytes, block.first)):
@@ -174,7 +290,7 @@ def releases(
     Freeing takes time and ends a list of launches. So dead memory is freed only where keeping it would raise the peak.
     """
     everywhere = range(len(steps))
-    total = _allocated_by_torch(steps, everywhere)
+    total = list(itertools.accumulate(_changes(_allocated_by_torch(steps), everywhere)))[:-1]
     dies = _deaths(lent, arenas)
     for arena in arenas:
         if arena.lender is None:
@@ -221,34 +337,35 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
     return None
 
 
-def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
-    """Fewer arenas: those that begin after another's end are joined with it, unless this raises the peak."""
-    left, joined = list(arenas), []
-    total = _at_once(left, others)
+def _joined(arenas: Iterable[Arena], others: Sequence[int]) -> list[Arena]:
+    """Fewer arenas: each is joined with one that begins before it, unless this raises the peak."""
+    joined: list[Arena] = []
+    in_order = sorted(arenas, key=lambda arena: arena.begin)
+    total = _at_once(in_order, others)
     peak = max([SMALL, *total])
-    while left:
-        arena = left.pop(0)
-        for other in list(left):
-            if other.begin <= arena.end:
-                continue
-            both = Arena([*arena.blocks, *other.blocks], arena.begin, other.end, max(arena.size, other.size))
+    for arena in in_order:
+        for other in sorted(joined, key=lambda other: -other.end)[:NEAR]:
+            both = Arena([*other.blocks, *arena.blocks], other.begin, max(arena.end, other.end))
+            both.place()
             theirs = _at_once([arena, other], [0] * len(total))
             with_both = _at_once([both], list(map(operator.sub, total, theirs)))
-            if max(with_both) > peak:
+            if max(with_both) <= peak:
+                joined[joined.index(other)], total = both, with_both
                 break
-            arena, total = both, with_both
-            left.remove(other)
-        joined.append(arena)
+            other.place()  # again, and the arena: they were moved
+            arena.place()
+        else:
+            joined.append(arena)
     return joined
 
 
 def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
     """By moment: the bytes of all arenas and of `others` together."""
-    total = list(others)
+    changes = [0] * (len(others) + 1)
     for arena in arenas:
-        for moment in range(arena.begin, arena.end + 1):
-            total[moment] += arena.size
-    return total
+        changes[arena.begin] += arena.size
+        changes[arena.end + 1] -= arena.size
+    return list(map(operator.add, itertools.accumulate(changes), others))
 
 
 def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int]) -> list[Block]:
@@ -270,16 +387,37 @@ def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mappi
 def place(blocks: Sequence[Block]) -> int:
     """Gives each block an offset, so that blocks that are alive at the same time do not overlap.
 
-    Two orders are tried: in each, every block gets the lowest free offset. The better one is used; in practice its size
-    is within some per cent of the least. Returns the size in bytes, a multiple of every dtype's size.
+    Blocks get the lowest free offset, one after the other. Those that then reach beyond what is alive at once are next
+    time placed before the others ("squeaky wheel optimisation", Joslin and Clements, 1999), from each of two first
+    orders. In practice the result is the least. Returns the size in bytes, a multiple of every dtype's size.
     """
-    largest_first = sorted(blocks, key=lambda block: (-block.nbytes, block.first))
-    last_first = sorted(blocks, key=lambda block: (-block.last, -block.nbytes))
-    ways = [_placed(order) for order in (largest_first, last_first)]
-    size, offsets = min(ways, key=lambda way: way[0])
+    least = _alive_at_once(blocks)
+    best: tuple[int, dict[Block, int]] | None = None
+    for first in (lambda block: (-block.nbytes, block.first)), (lambda block: (-block.last, -block.nbytes)):
+        order = sorted(blocks, key=first)
+        for _ in range(MOST_ORDERS):
+            size, offsets = _placed(order)
+            if best is None or size < best[0]:
+                best = size, offsets
+            before, order = order, sorted(order, key=lambda block: offsets[block] + block.nbytes <= least)
+            if order == before:
+                break
+        if best is not None and best[0] <= least:
+            break
+    size, offsets = best or (0, {})
     for block in blocks:
         block.offset = offsets[block]
     return -(-size // UNIT) * UNIT
+
+
+def _alive_at_once(blocks: Iterable[Block]) -> int:
+    """The most bytes of blocks that are alive at the same time, each rounded up to `ALIGNMENT` but for the last."""
+    changes: dict[int, int] = {}
+    for block in blocks:
+        nbytes = -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+        changes[block.first] = changes.get(block.first, 0) + nbytes
+        changes[block.last + 1] = changes.get(block.last + 1, 0) - nbytes
+    return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
 def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
@@ -303,10 +441,8 @@ def _free(block: Block, others: Iterable[tuple[int, Block]]) -> int:
     return offset
 
 
-def _moments(steps: Sequence[Launch | Call]) -> list[int]:
-    """By step: the moment at which it runs. Consecutive kernels are launched together, so they share a moment."""
-    new = (not (isinstance(a, Launch) and isinstance(b, Launch)) for a, b in itertools.pairwise(steps))
-    return list(itertools.accumulate(new, initial=0))[: len(steps)]
+def _is_launch(step: Launch | Call) -> bool:
+    return isinstance(step, Launch)
 
 
 def _groups(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]]:
@@ -321,8 +457,8 @@ def _groups(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]
     return groups
 
 
-def _allocated_by_torch(steps: Sequence[Launch | Call], moments: Sequence[int]) -> list[int]:
-    """By moment: the bytes of results that torch allocated, or that the caller gets."""
+def _allocated_by_torch(steps: Sequence[Launch | Call]) -> dict[Slot, int]:
+    """The sizes in bytes of results that torch allocated, or that the caller gets."""
     sizes: dict[Slot, int] = {}
     for step in steps:
         if isinstance(step, Launch):
@@ -332,8 +468,7 @@ def _allocated_by_torch(steps: Sequence[Launch | Call], moments: Sequence[int]) 
                 nbytes = value.offset + math.prod(value.shape) * value.dtype.itemsize
                 if value.slot.kind == "made" and not value.slot.is_apart:
                     sizes[value.slot] = max(sizes.get(value.slot, 0), nbytes)
-    changes = _changes(sizes, moments)
-    return list(itertools.accumulate(changes))[:-1]
+    return sizes
 
 
 def _changes(sizes: Mapping[Slot, int], moments: Sequence[int]) -> list[int]:

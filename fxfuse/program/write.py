@@ -191,7 +191,8 @@ class Writer:
                     table[slot] = None
         changed = {slot for step in self.steps for slot in written_by(step)}
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
-        self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
+        plan = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
+        self.arenas, self._ends = plan.arenas, plan.ends
         self._releases = releases(self.steps, self.arenas, lent) if frees else {}
         self.arena_size = max((arena.size for arena in self.arenas), default=0)
         """Bytes of the largest arena of results that do not leave the program."""
@@ -264,6 +265,8 @@ class Writer:
             if number in self._releases:
                 self._flush(number - 1)
                 self._release(self._releases[number])
+            elif number in self._ends:
+                self._flush(number - 1)
             if isinstance(step, Launch):
                 self._pending.append(step)
                 self._waiting.update(owner for owner in map(self._to_be_taken, slots_of(step)) if owner is not None)
