@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import ops
+from fxfuse import attention_modules, ops
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
 from fxfuse.hooks import has_hooks, hooks_of
@@ -133,6 +133,8 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
+    torch.nn's modules with attention are taken apart (attention_modules.py), but those in `whole`.
+
     Arguments of forward that have a default and are not `given` get no proxy, which could not answer
     `if mask is not None`. They are traced with their default, or with their value among `constants`. The graph keeps
     them as placeholders.
@@ -145,6 +147,7 @@ class _Tracer(fx.Tracer):
         given: tuple[str, ...] | None,
         constants: Constants,
         lasting: Mapping[int, torch.Tensor] | None = None,
+        whole: Set[nn.Module] = frozenset(),
     ) -> None:
         super().__init__(autowrap_functions=ops.own_functions())
         self._recording = Recording(self)
@@ -163,10 +166,15 @@ class _Tracer(fx.Tracer):
         self._modes = _modes()
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
+        self._whole, self._taken_apart = whole, set[nn.Module]()
+        self.attended: dict[fx.Node, nn.Module] = {}
+        """The results of attention that was taken apart."""
         self._buffer_paths: dict[int, str] = {}
         self.taken_for_tensors: set[str] = set()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m in self._taken_apart:
+            return False
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
@@ -189,8 +197,18 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             return super().call_module(m, forward, args, kwargs)
         self._entered.append((m, context))
+        by_parts = None
+        if m not in self._opaque and m not in self._whole and not self._is_captured(m):
+            by_parts = attention_modules.traceable(m, args, kwargs)
+        if by_parts is None:
+            self._taken_apart.discard(m)  # a call with other arguments may have been
+        else:
+            self._taken_apart.add(m)
+            forward, args, kwargs = by_parts, (), {}
         randomness = RandomState()
         result = super().call_module(m, forward, args, kwargs)
+        if by_parts is not None and isinstance(m, nn.MultiheadAttention) and m.batch_first:
+            self.attended[result[0].node] = m
         if not randomness.is_present():
             raise _StateError(m, DRAWS)
         self._entered.pop()
@@ -605,8 +623,9 @@ def trace(
     }
     plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
     lasting: dict[int, torch.Tensor] | None = None
+    whole: set[nn.Module] = set()
     while True:
-        tracer = _Tracer(set(opaque), is_captured, given, constants, lasting)
+        tracer = _Tracer(set(opaque), is_captured, given, constants, lasting, whole)
         attributes, randomness, names = Attributes(plain), RandomState(), set(vars(root))
         refused: dict[nn.Module, str] = {}
         failed = False
@@ -647,6 +666,10 @@ def trace(
         randomness.restore()
         if not refused and tracer.unknown and lasting is None:
             lasting = tracer.unknown  # tensors that forward makes are other objects the next time
+            continue
+        seen = set() if refused else attention_modules.seen_by_caller(graph, root, tracer.attended)
+        if seen:
+            whole |= seen
             continue
         if not refused:
             vars(root).update(lasting_read)

@@ -17,7 +17,7 @@ from helpers import ON_GPU, Net, assert_as_eager, linear, outcome, skip_if_absen
 from torch import nn
 
 import fxfuse
-from fxfuse import build, joint
+from fxfuse import attention_modules, build, joint
 from fxfuse.cuda import loops as kernels
 from fxfuse.module import state_of
 from fxfuse.program import attention, merge, record
@@ -666,6 +666,13 @@ class Attending(nn.Module):
         return self.part(x, x) if isinstance(self.part, nn.TransformerDecoderLayer) else self.part(x)
 
 
+@pytest.fixture
+def attention_modules_are_nodes(monkeypatch):
+    """As those with masks are."""
+    monkeypatch.setattr(attention_modules, "_FORWARDS", {})
+
+
+@pytest.mark.usefixtures("attention_modules_are_nodes")
 @pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_modules_with_attention_are_taken_apart(name, first, device):
@@ -683,6 +690,7 @@ def test_an_encoder_is_left_whole_where_torchs_operator_computes_another_gelu(fi
     assert ("_transformer_encoder_layer_fwd" in made.calls) == first
 
 
+@pytest.mark.usefixtures("attention_modules_are_nodes")
 def test_changes_of_what_is_in_a_module_with_attention(device):
     model = Attending(nn.MultiheadAttention(16, 2, batch_first=True)).eval().to(device)
     fast = fxfuse.optimize(copy.deepcopy(model))
