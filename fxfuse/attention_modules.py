@@ -1,10 +1,10 @@
 """torch.nn's modules with attention, as torch.fx can trace them: their products become regions like any other.
 
-torch's forwards ask for the rank of what they are given, and no proxy knows that. These compute the same for every
-rank. They are torch's forwards without masks and without fast paths (single operators, of whose products no kernel of
-fxfuse could be one). What they do not cover stays a node, which runs torch's forward:
+torch's forwards ask for the rank of what they are given and for the values of masks, and no proxy knows those. These
+compute the same for every rank. They are torch's forwards without fast paths (single operators, of whose products no
+kernel of fxfuse could be one). What they do not cover stays a node, which runs torch's forward:
 
-- masks, of which no proxy knows the dtype;
+- masks of padding: torch's encoder, without gradients, returns zeros where they hide something;
 - dropout of attention in training: the same random numbers need the same operator on the same strides;
 - encoder layers with gelu whose fast path computes it by tanh (on a GPU), and so something else;
 - attention whose result the caller may see as it lies in memory: torch's forward has the length before the batch there.
@@ -45,20 +45,24 @@ def traceable(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def _attention(module: Any, given: Mapping[str, Any]) -> Forward | None:
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    is_masked = _has(given, "key_padding_mask", "attn_mask") or given["is_causal"]
+    mask, is_causal = given["attn_mask"], given["is_causal"]
     is_usual = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
-    if is_masked or not is_usual or (module.training and module.dropout > 0):
+    is_refused = is_causal and mask is None  # by torch
+    if given["key_padding_mask"] is not None or is_refused or not is_usual or (module.training and module.dropout > 0):
         return None
 
     def forward() -> tuple[Any, Any]:
         q, k, v = _projected(module, query, key, value)
         weights = None
         if given["need_weights"]:
-            scale = math.sqrt(1.0 / module.head_dim)
-            weights = torch.softmax((q * scale) @ k.transpose(-2, -1), -1)
+            scores = (q * math.sqrt(1.0 / module.head_dim)) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + as_scores(mask, q), -1)
             attended = weights @ v
+        elif is_causal:  # the mask says the same
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            attended = F.scaled_dot_product_attention(q, k, v)
+            scores = None if mask is None else as_scores(mask, q)
+            attended = F.scaled_dot_product_attention(q, k, v, scores)
         attended = attended.transpose(-3, -2) if module.batch_first else attended.movedim(-2, 0)
         result = F.linear(attended.flatten(-2), module.out_proj.weight, module.out_proj.bias)
         if weights is not None and given["average_attn_weights"]:
@@ -66,6 +70,33 @@ def _attention(module: Any, given: Mapping[str, Any]) -> Forward | None:
         return result, weights
 
     return forward
+
+
+@fx.wrap
+def as_scores(mask: torch.Tensor, q: torch.Tensor) -> Any:
+    """What a mask of nn.MultiheadAttention's adds to the scores of queries (..., heads, length, features).
+
+    Args:
+        mask: (length, length of keys), or one for each head of each item of the batch; bool (True hides) or floating.
+    """
+    scores: Any = F._canonical_mask(mask, "attn_mask", None, "", q.dtype, check_other=False)
+    if scores.dim() == 3 and q.dim() == 4:
+        return scores.unsqueeze(0) if len(scores) == 1 else scores.unflatten(0, (-1, q.size(1)))
+    return scores
+
+
+@fx.wrap
+def keys_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: int) -> torch.Tensor:
+    """`key`, if it and `value` suit `query`. Otherwise torch's operators might broadcast what its forward refuses.
+
+    Args:
+        batch: the dimension of the batch, if there is one.
+    """
+    is_batched = query.dim() == 3
+    if key.shape != value.shape or query.dim() != key.dim() or (is_batched and query.size(batch) != key.size(batch)):
+        shapes = [tuple(each.shape) for each in (query, key, value)]
+        raise RuntimeError(f"attention gets query, key and value of the shapes {shapes}, which do not fit together")
+    return key
 
 
 def _projected(module: Any, query: Any, key: Any, value: Any) -> list[Any]:
@@ -77,7 +108,8 @@ def _projected(module: Any, query: Any, key: Any, value: Any) -> list[Any]:
     if query is key and key is value:
         shared = [(query, 3)]
     else:
-        shared = [(query, 1), (key, 2)] if key is value else [(query, 1), (key, 1), (value, 1)]
+        checked = keys_for(query, key, value, 0 if module.batch_first else 1)
+        shared = [(query, 1), (checked, 2)] if key is value else [(query, 1), (checked, 1), (value, 1)]
     found: list[Any] = []
     for x, count in shared:
         if count == 3:
@@ -92,28 +124,28 @@ def _projected(module: Any, query: Any, key: Any, value: Any) -> list[Any]:
 
 def _encoder_layer(module: Any, given: Mapping[str, Any]) -> Forward | None:
     has_other_gelu = module.activation_relu_or_gelu == _GELU and not module.training and module.self_attn.batch_first
-    if _has(given, "src_mask", "src_key_padding_mask") or given["is_causal"] or has_other_gelu:
+    if given["src_key_padding_mask"] is not None or has_other_gelu:
         return None
 
     def forward() -> Any:
-        x = given["src"]
+        x, mask = given["src"], {"attn_mask": given["src_mask"], "is_causal": given["is_causal"]}
         if module.norm_first:
-            x = x + module._sa_block(module.norm1(x), None, None)
+            x = x + module._sa_block(module.norm1(x), key_padding_mask=None, **mask)
             return x + module._ff_block(module.norm2(x))
-        x = module.norm1(x + module._sa_block(x, None, None))
+        x = module.norm1(x + module._sa_block(x, key_padding_mask=None, **mask))
         return module.norm2(x + module._ff_block(x))
 
     return forward
 
 
 def _encoder(module: Any, given: Mapping[str, Any]) -> Forward | None:
-    if _has(given, "mask", "src_key_padding_mask") or given["is_causal"]:
+    if given["src_key_padding_mask"] is not None:
         return None
 
     def forward() -> Any:
         x = given["src"]
-        for layer in module.layers:
-            x = layer(x, src_mask=None, is_causal=False, src_key_padding_mask=None)
+        for layer in module.layers:  # torch asks the mask's values whether it is causal, if it is not told
+            x = layer(x, src_mask=given["mask"], is_causal=bool(given["is_causal"]), src_key_padding_mask=None)
         return x if module.norm is None else module.norm(x)
 
     return forward
@@ -124,14 +156,13 @@ def _decoder_layer(module: Any, given: Mapping[str, Any]) -> Forward | None:
 
 
 def _decoder(module: Any, given: Mapping[str, Any]) -> Forward | None:
-    if _has(given, "tgt_mask") or given["tgt_is_causal"]:
-        return None
-    masks = {name: given[name] for name in ("memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")}
+    others = {**given, "tgt_is_causal": bool(given["tgt_is_causal"])}
+    first = others.pop("tgt")
 
     def forward() -> Any:
-        x = given["tgt"]
+        x = first
         for layer in module.layers:
-            x = layer(x, given["memory"], **masks, memory_is_causal=given["memory_is_causal"])
+            x = layer(x, **others)
         return x if module.norm is None else module.norm(x)
 
     return forward
@@ -169,8 +200,17 @@ _NEW_STRIDES_OF: Final = (F.linear, F.layer_norm, F.scaled_dot_product_attention
 _SUMS: Final = (operator.add, operator.iadd, torch.add)
 
 
-def _has(given: Mapping[str, Any], *names: str) -> bool:
-    return any(given[name] is not None for name in names)
+def _transformer(module: Any, given: Mapping[str, Any]) -> Forward | None:
+    def forward() -> Any:
+        memory = module.encoder(
+            given["src"], mask=given["src_mask"], src_key_padding_mask=given["src_key_padding_mask"],
+            is_causal=given["src_is_causal"],
+        )  # fmt: skip
+        names = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask", "tgt_is_causal",
+                 "memory_is_causal")  # fmt: skip
+        return module.decoder(given["tgt"], memory, **{name: given[name] for name in names})
+
+    return forward
 
 
 _FORWARDS: Final[Mapping[type[nn.Module], Callable[[Any, Mapping[str, Any]], Forward | None]]] = {
@@ -179,5 +219,6 @@ _FORWARDS: Final[Mapping[type[nn.Module], Callable[[Any, Mapping[str, Any]], For
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoderLayer: _decoder_layer,
     nn.TransformerDecoder: _decoder,
+    nn.Transformer: _transformer,
 }
 """By exact class: a subclass may have a forward of its own, which is traced as any other."""

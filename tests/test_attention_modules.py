@@ -8,6 +8,7 @@ from helpers import ON_GPU, Net, Net2, assert_as_eager, regions
 from torch import nn
 
 import fxfuse
+from fxfuse import attention_modules
 from fxfuse.module import state_of
 
 SIZE = 16
@@ -35,6 +36,7 @@ LAYERS = {
     "a decoder": lambda **options: nn.TransformerDecoder(
         nn.TransformerDecoderLayer(SIZE, 2, 24, 0.0, **options), 2, nn.LayerNorm(SIZE)
     ),
+    "an encoder and a decoder": lambda **options: nn.Transformer(SIZE, 2, 1, 1, 24, 0.0, **options),
 }
 
 
@@ -45,7 +47,7 @@ def attending(call, part):
 
 def whole(fast):
     """The modules with attention that are nodes."""
-    kinds = nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerEncoder | nn.TransformerDecoder
+    kinds = tuple(attention_modules._FORWARDS)
     return [
         node
         for node in fast.graph.nodes
@@ -108,36 +110,97 @@ def test_gradients_are_eagers():
             assert have.grad.stride() == want.grad.stride()
 
 
+def hidden(*shape):
+    """A mask that hides some keys of each query, but not all."""
+    mask = torch.rand(shape) < 0.4
+    mask[..., 0] = False
+    return mask
+
+
 MASKED = {
-    "a mask": lambda part, x, mask: part(x, x, x, attn_mask=mask),
-    "padding": lambda part, x, mask: part(x, x, x, key_padding_mask=mask[:3]),
+    "a mask": lambda part, x, mask: part(x, x, x, attn_mask=mask[0], need_weights=False),
+    "a mask and weights": lambda part, x, mask: part(x, x, x, attn_mask=mask[0]),
+    "a mask for each head": lambda part, x, mask: part(x, x, x, attn_mask=mask, need_weights=False),
+    "padding": lambda part, x, mask: part(x, x, x, key_padding_mask=mask[0, :3]),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
 @pytest.mark.parametrize("name", MASKED)
-def test_masks_are_left_to_torchs_forward(name, dtype):
-    mask = torch.ones(5, 5).tril_()[[4, 3, 2, 1, 0]] < 1
-    mask = mask if dtype == torch.bool else torch.zeros(5, 5).masked_fill(mask, -2.0)
-    model = attending(MASKED[name], nn.MultiheadAttention(SIZE, 4, batch_first=True)).eval()
+def test_masks(name, first, dtype):
+    x, _ = inputs((3, 5, SIZE) if first else (5, 3, SIZE))
+    mask = hidden(12, 5, 5)
+    mask = mask if dtype == torch.bool else torch.randn(12, 5, 5).masked_fill(mask, -torch.inf)
+    model = attending(MASKED[name], nn.MultiheadAttention(SIZE, 4, batch_first=first)).eval()
     fast = fxfuse.optimize(model)
-    assert len(whole(fast)) == 1
+    assert len(whole(fast)) == (name == "padding")
     with torch.no_grad():
         for _ in range(3):
-            assert_as_eager(model, fast, inputs((3, 5, SIZE))[0], mask, exact=False)
+            assert_as_eager(model, fast, x, mask, exact=False)
+    assert_as_eager(model, fast, x.requires_grad_(), mask, exact=False)
 
 
-def causal(m, x):
-    mask = nn.Transformer.generate_square_subsequent_mask(5)
-    return m.fc(m.part(x, mask=mask, is_causal=True))
-
-
-def test_a_causal_encoder_is_left_to_torchs_forward():
-    model = Net(causal, part=LAYERS["an encoder"](batch_first=True), fc=nn.Linear(SIZE, 8)).eval()
+@pytest.mark.parametrize("each", [True, False], ids=["for each head", "for all"])
+def test_masks_of_what_is_not_batched(each):
+    model = attending(MASKED["a mask for each head" if each else "a mask"], nn.MultiheadAttention(SIZE, 4)).eval()
     fast = fxfuse.optimize(model)
+    assert not whole(fast)
+    assert_as_eager(model, fast, inputs((5, SIZE))[0], hidden(4, 5, 5), exact=False)
+
+
+def test_a_mask_that_torch_refuses_is_refused():
+    model = attending(MASKED["a mask"], nn.MultiheadAttention(SIZE, 4)).eval()
+    for mask in (torch.zeros(1, 5, 5, dtype=torch.int), torch.zeros(1, 4, 4)):
+        assert_as_eager(
+            model, fxfuse.optimize(model), inputs((5, 3, SIZE))[0], mask, raises=(AssertionError, RuntimeError)
+        )
+    causal = attending(lambda part, x, y: part(x, x, x, is_causal=True), nn.MultiheadAttention(SIZE, 4)).eval()
+    assert_as_eager(causal, fxfuse.optimize(causal), *inputs((5, 3, SIZE)), raises=RuntimeError)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("shapes", [[(3, 5), (1, 5)], [(3, 5), (3, 1)], [(5,), (1, 5)], [(1, 5), (5,)]], ids=str)
+def test_what_does_not_fit_together_is_refused(shapes, first):
+    model = attending(CALLS["cross"], nn.MultiheadAttention(SIZE, 4, batch_first=first)).eval()
+    fast = fxfuse.optimize(model)
+    x, y = (torch.randn(*shape, SIZE) for shape in shapes)
+    fits = shapes == [(3, 5), (3, 1)] if first else shapes == [(3, 5), (1, 5)]
+    if fits:
+        assert_as_eager(model, fast, x, y)
+    else:
+        with pytest.raises((AssertionError, RuntimeError)):
+            model(x, y)
+        with pytest.raises(RuntimeError, match="do not fit together"):
+            fast(x, y)
+
+
+CAUSAL = {
+    "told": lambda m, x, mask: m.fc(m.part(x, mask=mask, is_causal=True)),
+    "not told": lambda m, x, mask: m.fc(m.part(x, mask=mask)),
+    "made": lambda m, x, y: m.fc(m.part(x, mask=nn.Transformer.generate_square_subsequent_mask(5))),
+    "decoded": lambda m, x, mask: m.fc(m.other(x, x * 2, tgt_mask=mask)),
+    "decoded, told": lambda m, x, mask: m.fc(m.other(x, x * 2, tgt_mask=mask, tgt_is_causal=True)),
+    "translated": lambda m, x, mask: m.fc(m.both(x, x * 2, mask, mask, mask)),
+    "translated, padded": lambda m, x, mask: m.fc(m.both(x, x, src_key_padding_mask=mask[:3].isinf(), tgt_mask=mask)),
+    "decoded, hidden": lambda m, x, mask: m.fc(m.other(x, x * 2, mask, memory_mask=mask)),
+}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_layers(name, first, train):
+    parts = {"part": LAYERS["an encoder"](batch_first=first), "other": LAYERS["a decoder"](batch_first=first)}
+    both = LAYERS["an encoder and a decoder"](batch_first=first)
+    model = Net2(CAUSAL[name], **parts, both=both, fc=nn.Linear(SIZE, 8)).train(train)
+    fast = fxfuse.optimize(model)
+    assert len(whole(fast)) == ("padded" in name)
+    x, mask = inputs((3, 5, SIZE) if first else (5, 3, SIZE))[0], nn.Transformer.generate_square_subsequent_mask(5)
     with torch.no_grad():
         for _ in range(3):
-            assert_as_eager(model, fast, inputs((3, 5, SIZE))[0], exact=False)
+            assert_as_eager(model, fast, x, mask, exact=False)
+    assert_as_eager(model, fast, x.requires_grad_(), mask, exact=False)
 
 
 def test_dropout_draws_eagers_numbers():
