@@ -141,6 +141,40 @@ def test_masks(name, first, dtype):
     assert_as_eager(model, fast, x.requires_grad_(), mask, exact=False)
 
 
+PADDED = {
+    "attention": (lambda **options: nn.MultiheadAttention(SIZE, 4, **options), lambda part, x, mask: part(
+        x, x, x, key_padding_mask=mask, need_weights=False
+    )[0]),
+    "a layer": (LAYERS["an encoder layer"], lambda part, x, mask: part(x, src_key_padding_mask=mask)),
+    "an encoder": (LAYERS["an encoder"], lambda part, x, mask: part(x, src_key_padding_mask=mask)),
+    "a nested encoder": (
+        lambda **options: nn.TransformerEncoder(nn.TransformerEncoderLayer(SIZE, 2, 24, 0.0, **options), 2),
+        lambda part, x, mask: part(x, src_key_padding_mask=mask),
+    ),
+}  # fmt: skip
+"""Modules with attention, and calls with a mask of what is padded."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("padded", [1, 3, 5], ids=["one", "three", "all"])
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding(name, first, padded, device):
+    """Without gradients torch's operators leave zeros where something is padded, and NaN where all is."""
+    make, call = PADDED[name]
+    model = Net2(lambda m, x, mask: m.fc(call(m.part, x, mask)), part=make(batch_first=first), fc=nn.Linear(SIZE, 8))
+    model = model.eval().to(device)
+    fast = fxfuse.optimize(model)
+    x = inputs((3, 5, SIZE) if first else (5, 3, SIZE))[0].to(device)
+    mask = torch.zeros(3, 5, dtype=torch.bool, device=device)
+    mask[1, 5 - padded :] = True
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            for _ in range(4):
+                assert_as_eager(model, fast, x, mask, exact=False)
+
+
 @pytest.mark.parametrize("each", [True, False], ids=["for each head", "for all"])
 def test_masks_of_what_is_not_batched(each):
     model = attending(MASKED["a mask for each head" if each else "a mask"], nn.MultiheadAttention(SIZE, 4)).eval()

@@ -142,8 +142,13 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
 _aten: Final = torch.ops.aten
 
 
-_USES_GELU: Final = 7
-"""The position of `use_gelu` among the arguments of torch's operator for an encoder layer."""
+_OF_NESTED: Final = _aten._nested_tensor_from_mask.default
+"""torch's operator by which an encoder leaves out what is padded."""
+_FAST_PATHS: Final[Mapping[Any, Sequence[int]]] = {
+    _aten._transformer_encoder_layer_fwd.default: (7, 18),  # use_gelu, mask
+    _aten._native_multi_head_attention.default: (9,),  # mask
+}
+"""torch's operators for a whole module, and the positions of the arguments with which they compute something else."""
 _INDEXED: Final = (_aten.index, _aten.index_put, _aten.index_put_)
 """Operators whose second argument is a list of index tensors, which may lie on a CPU."""
 _FILLED: Final = {
@@ -854,15 +859,20 @@ def _is_number(args: Any, kwargs: Mapping[str, Any]) -> bool:
 def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
     """Whether torch may compute a module by a single operator, and its parts would compute the same.
 
-    Nothing inside a single operator could be merged. The operator for an encoder layer computes gelu by tanh, so with
-    gelu the parts are not the same.
+    Nothing inside a single operator could be merged. But the parts are not always the same: the operator for an encoder
+    layer computes gelu by tanh, with masks rows that are hidden as a whole become NaN, and an encoder turns what is
+    padded into zeros.
     """
     kinds, parts = nn.MultiheadAttention | nn.TransformerEncoderLayer, list(module.modules())
     has_one = any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
-    return has_one and not any(
-        operation.overload is _aten._transformer_encoder_layer_fwd.default and operation.args[_USES_GELU]
-        for operation in seen.operations
-    )
+    return has_one and not any(map(_differs_from_parts, seen.operations))
+
+
+def _differs_from_parts(operation: Operation) -> bool:
+    """Whether an operator that a module with a fast path calls computes something else than the module's parts."""
+    args = operation.args
+    given = [args[position] for position in _FAST_PATHS.get(operation.overload, ()) if position < len(args)]
+    return operation.overload is _OF_NESTED or any(one is not None and one is not False for one in given)
 
 
 def _by_its_parts(call: Callable[[], Any]) -> Any:
