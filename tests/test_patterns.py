@@ -434,6 +434,47 @@ def test_an_anchor_alone_is_a_region_where_kernels_are_faster(monkeypatch):
     assert not fxfuse.explain(half).regions
 
 
+PARTS = {
+    "rows": lambda w: w[4:],
+    "every other row": lambda w: w[::2],
+    "rows of rows": lambda w: w[2:][:4],
+    "a row in several dimensions": lambda w: w.unflatten(0, (2, 4))[1:][0],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_parameter_is_known(monkeypatch, name):
+    """Its rows, as nn.MultiheadAttention's projections of other tensors have them."""
+    seen = []
+
+    def is_region_alone(kind, weight, has_bias):
+        seen.append(weight)
+        return weight is not None
+
+    monkeypatch.setattr(sys.modules["fxfuse.patterns.region"], "is_region_alone", is_region_alone)
+    weight = torch.randn(8, 8)
+    model = Net(lambda m, x: F.linear(x, PARTS[name](m.w)).sum(0), w=weight)
+    fast = fxfuse.optimize(model)
+    if name == "a row in several dimensions":
+        assert seen == [None]
+    else:
+        assert torch.equal(seen[0], PARTS[name](weight)) and not seen[0].requires_grad
+        assert [region.epilogue for region in fxfuse.explain(fast).regions] == ["acc"]
+    assert_as_eager(model, fast, torch.randn(3, 8))
+    with torch.no_grad():
+        model.w.mul_(2)
+    assert_as_eager(model, fast, torch.randn(3, 8))
+
+
+def test_an_operand_that_is_known_to_be_too_wide_ends_the_region():
+    """It is a part of a buffer, whose size the model knows."""
+    model = Net(lambda m, x: (m.fc(x).relu() * m.b[2:]).tanh(), fc=linear(1))
+    model.register_buffer("b", torch.randn(10))
+    fast = fxfuse.optimize(model)
+    assert "relu(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]
+    assert_as_eager(model, fast, torch.randn(3, 8))
+
+
 # ----------------------------------------------------------------------------------------- more than a kernel takes
 
 

@@ -56,7 +56,8 @@ def tensor_at(root: nn.Module, path: str) -> Any:
 
 
 def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
-    """The parameter or buffer behind `source`, or the fake tensor that Dynamo or torch.export noted for it, else None.
+    """The parameter or buffer behind `source`, or the part of one that it is, else the fake tensor that Dynamo or
+    torch.export noted for it, else None.
 
     The sizes of a fake tensor may be symbols.
     """
@@ -64,10 +65,21 @@ def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
     if isinstance(source, fx.Node) and source.op == "call_method" and source.target == "t":
         matrix = known_tensor(root, source.args[0])
         return matrix.t() if matrix is not None and matrix.dim() <= 2 else None
+    if isinstance(source, fx.Node) and source.target is operator.getitem and noted(source) is None:
+        rows: Any = source.args[1]
+        whole = known_tensor(root, source.args[0])
+        return whole.detach()[rows] if whole is not None and _are_rows(rows) and whole.dim() > 0 else None
     if isinstance(source, fx.Node) and source.op == "get_attr":
         path = str(source.target)
     tensor = tensor_at(root, path) if path is not None else noted(source)
     return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _are_rows(index: Any) -> bool:
+    """Whether an index is a slice of known numbers."""
+    if not isinstance(index, slice):
+        return False
+    return all(end is None or type(end) is int for end in (index.start, index.stop, index.step))
 
 
 def noted(node: Any) -> Any:
