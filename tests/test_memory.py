@@ -210,6 +210,29 @@ def test_memory_that_torch_needs_meanwhile_is_let_go_of():
     assert max(at_once(steps, plan)[0]) <= 66 << 20
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4])
+def test_large_programs_are_planned_with_few_attempts(monkeypatch, share):
+    """A training step may have a thousand results. Each is placed some dozen times at most, however hard they fit."""
+    generator = np.random.default_rng(0)
+    steps, slots, count, placed = [], [], 1000, []
+    for number in range(count):
+        last = min(count - 1, number + int(generator.integers(1, 12)))
+        slot = values.Slot("memory", f"v{number}", nbytes=int(generator.integers(1, 64)) << 18, first=number, last=last)
+        if generator.random() < share:
+            slot.kind = "made"
+            made = values.Value(slot, 0, (slot.nbytes,), (1,), torch.uint8, slot.name)
+            steps.append(values.Call(None, (), {}, made, False, True))
+        else:
+            slots.append(slot)
+            steps.append(values.Launch(None, [(slot, 0)]))
+    place_in_order = memory._placed
+    monkeypatch.setattr(
+        memory, "_placed", lambda order, beside: placed.append(len(order)) or place_in_order(order, beside)
+    )
+    memory.arenas_of(steps, slots)
+    assert count * (1 - share) * 0.9 < sum(placed) <= 6 * memory.MOST_ORDERS * count
+
+
 def test_results_of_changing_sizes_take_what_is_alive_at_once():
     """The beginning of a MobileNet: each result is read once, and two of them are alive at a time."""
     sizes = [10, 13, 13, 7, 39, 10, 7, 21, 21, 4, 12]

@@ -69,7 +69,7 @@ class Arena:
     end: int = 0
     """The last moment at which it exists."""
     size: int = 0
-    """In bytes: a multiple of every dtype's size."""
+    """In bytes: a multiple of every dtype's size. Before its blocks are placed, the least that it can be."""
     name: str = ""
     index: int = -1
     """Its position in the table of addresses."""
@@ -80,16 +80,15 @@ class Arena:
 
     @staticmethod
     def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
-        """The smallest arena for these blocks, which are placed in it."""
-        arena = Arena(blocks)
-        arena.exist(moments)
-        arena.place()
+        """The smallest arena for these blocks, which are not placed yet."""
+        arena = Arena(blocks, size=_rounded(_alive_at_once(blocks), UNIT))
+        arena.begin, arena.end = moments[arena.first], moments[arena.last]
         return arena
 
-    def exist(self, moments: Sequence[int]) -> None:
-        """Sets the moments at which it exists, given the moment of each step."""
-        self.begin = min(moments[block.first] for block in self.blocks)
-        self.end = max(moments[block.last] for block in self.blocks)
+    @property
+    def first(self) -> int:
+        """The number of the first step that uses it."""
+        return min(block.first for block in self.blocks)
 
     @property
     def last(self) -> int:
@@ -167,23 +166,25 @@ def arenas_of(
 
 def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
     """Arenas for blocks. Lists of launches end early where that is worth it."""
-    moments = timeline.moments(frozenset())
-    others = timeline.others(moments)
-    plan = Plan(_joined(_cut_where_it_saves(blocks, others, moments), others))
-    peak = max([SMALL, *_at_once(plan.arenas, others)])
+    whole = _with_few_arenas(_cut_where_it_saves(blocks, timeline, frozenset()), timeline, frozenset())
+    peak = _placed_peak(whole, timeline)
     each = timeline.moments(timeline.joints)
     if peak <= max(SMALL, _least(blocks, timeline.others(each), each) * (1 + NOT_WORTH_A_CUT)):
-        return plan
+        return whole
     finer = _with_ends(blocks, timeline)
-    moments = timeline.moments(finer.ends)
-    others = timeline.others(moments)
-    saved = 1 - max([SMALL, *_at_once(finer.arenas, others)]) / peak
-    calls = len(finer.arenas) + len(finer.ends) - len(plan.arenas)
+    saved = 1 - _placed_peak(finer, timeline) / peak
+    calls = len(finer.arenas) + len(finer.ends) - len(whole.arenas)
     if saved > max(NOT_WORTH_A_CUT, calls * WORTH_OF_A_CALL):
         return finer
+    _placed_peak(whole, timeline)  # again: the other plan has moved its blocks
+    return whole
+
+
+def _placed_peak(plan: Plan, timeline: _Timeline) -> int:
+    """Places all blocks of a plan. Returns the most bytes that are there at once, at least `SMALL`."""
     for arena in plan.arenas:
-        arena.place()  # again: the other plan has moved its blocks
-    return plan
+        arena.place()
+    return max([SMALL, *_at_once(plan.arenas, timeline.others(timeline.moments(plan.ends)))])
 
 
 def _with_ends(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
@@ -193,37 +194,32 @@ def _with_ends(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
     """
     moments = timeline.moments(timeline.joints)
     others = timeline.others(moments)
-    arenas = _cut_where_it_saves(blocks, others, moments)
+    arenas = _cut_where_it_saves(blocks, timeline, timeline.joints)
     peak = max([SMALL, *_at_once(arenas, others)]) * (1 + NOT_WORTH_A_CUT)
-    changes = {0}
-    for arena in arenas:
-        changes |= {min(block.first for block in arena.blocks), arena.last + 1}
+    spans = [(arena, arena.first, arena.last) for arena in arenas]
+    begins, ends_of_arenas = {first for _, first, _ in spans}, {last + 1 for *_, last in spans}
     before = [0, *others]
-    steps = {number for number, moment in enumerate(moments) if number in changes or others[moment] != before[moment]}
-    ends = timeline.joints & steps  # elsewhere nothing begins or ends
+    changes = {number for number, moment in enumerate(moments) if others[moment] != before[moment]}
+    ends = timeline.joints & (begins | ends_of_arenas | changes)  # elsewhere nothing begins or ends
     for end in sorted(ends):
         moments = timeline.moments(ends - {end})
-        for arena in arenas:
-            arena.exist(moments)
+        for arena, first, last in spans:
+            arena.begin, arena.end = moments[first], moments[last]
         if max(_at_once(arenas, timeline.others(moments))) <= peak:
             ends -= {end}
-    moments = timeline.moments(ends)
-    for arena in arenas:
-        arena.exist(moments)
-    return Plan(_joined(arenas, timeline.others(moments)), ends)
+    return _with_few_arenas(arenas, timeline, ends)
 
 
-def _cut_where_it_saves(blocks: Sequence[Block], others: Sequence[int], moments: Sequence[int]) -> list[Arena]:
+def _cut_where_it_saves(blocks: Sequence[Block], timeline: _Timeline, ends: Set[int]) -> list[Arena]:
     """Arenas for blocks: the fewest of those that were tried whose peak is the least, or nearly."""
+    moments = timeline.moments(ends)
+    others = timeline.others(moments)
     ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
         ways.append(cut)
     peaks = [max(_at_once(arenas, others), default=0) for arenas in ways]
     enough = max(SMALL, min(peaks) * (1 + NOT_WORTH_A_CUT))
-    arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
-    for arena in arenas:
-        arena.place()  # again: a later cut, which is not used, may have moved its blocks
-    return arenas
+    return ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
 
 
 def _least(blocks: Iterable[Block], others: Sequence[int], moments: Sequence[int]) -> int:
@@ -245,7 +241,7 @@ def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
     size = 0
     for block in blocks:
         block.offset = block.slots[0].offset = size
-        size += -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+        size += _rounded(block.nbytes, ALIGNMENT)
     return Arena(blocks, begin=0, end=0, size=size, name="kept")
 
 
@@ -337,26 +333,23 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
     return None
 
 
-def _joined(arenas: Iterable[Arena], others: Sequence[int]) -> list[Arena]:
+def _with_few_arenas(arenas: Iterable[Arena], timeline: _Timeline, ends: frozenset[int]) -> Plan:
     """Fewer arenas: each is joined with one that begins before it, unless this raises the peak."""
+    moments = timeline.moments(ends)
+    alone = [Arena.of(arena.blocks, moments) for arena in arenas]
+    total = _at_once(alone, timeline.others(moments))
+    peak, nothing = max([SMALL, *total]), [0] * len(total)
     joined: list[Arena] = []
-    in_order = sorted(arenas, key=lambda arena: arena.begin)
-    total = _at_once(in_order, others)
-    peak = max([SMALL, *total])
-    for arena in in_order:
+    for arena in sorted(alone, key=lambda arena: arena.begin):
         for other in sorted(joined, key=lambda other: -other.end)[:NEAR]:
-            both = Arena([*other.blocks, *arena.blocks], other.begin, max(arena.end, other.end))
-            both.place()
-            theirs = _at_once([arena, other], [0] * len(total))
-            with_both = _at_once([both], list(map(operator.sub, total, theirs)))
+            both = Arena.of([*other.blocks, *arena.blocks], moments)
+            with_both = _at_once([both], list(map(operator.sub, total, _at_once([arena, other], nothing))))
             if max(with_both) <= peak:
                 joined[joined.index(other)], total = both, with_both
                 break
-            other.place()  # again, and the arena: they were moved
-            arena.place()
         else:
             joined.append(arena)
-    return joined
+    return Plan(joined, ends)
 
 
 def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
@@ -391,12 +384,12 @@ def place(blocks: Sequence[Block]) -> int:
     time placed before the others ("squeaky wheel optimisation", Joslin and Clements, 1999), from each of two first
     orders. In practice the result is the least. Returns the size in bytes, a multiple of every dtype's size.
     """
-    least = _alive_at_once(blocks)
+    least, beside = _alive_at_once(blocks), _beside(blocks)
     best: tuple[int, dict[Block, int]] | None = None
     for first in (lambda block: (-block.nbytes, block.first)), (lambda block: (-block.last, -block.nbytes)):
         order = sorted(blocks, key=first)
         for _ in range(MOST_ORDERS):
-            size, offsets = _placed(order)
+            size, offsets = _placed(order, beside)
             if best is None or size < best[0]:
                 best = size, offsets
             before, order = order, sorted(order, key=lambda block: offsets[block] + block.nbytes <= least)
@@ -407,25 +400,47 @@ def place(blocks: Sequence[Block]) -> int:
     size, offsets = best or (0, {})
     for block in blocks:
         block.offset = offsets[block]
-    return -(-size // UNIT) * UNIT
+    return _rounded(size, UNIT)
+
+
+def _beside(blocks: Iterable[Block]) -> dict[Block, list[Block]]:
+    """For each block, the others that are alive at the same time."""
+    found: dict[Block, list[Block]] = {}
+    alive: list[Block] = []
+    for block in sorted(blocks, key=lambda block: block.first):
+        alive = [other for other in alive if other.last >= block.first]
+        found[block] = list(alive)
+        for other in alive:
+            found[other].append(block)
+        alive.append(block)
+    return found
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-nbytes // unit) * unit
 
 
 def _alive_at_once(blocks: Iterable[Block]) -> int:
     """The most bytes of blocks that are alive at the same time, each rounded up to `ALIGNMENT` but for the last."""
     changes: dict[int, int] = {}
     for block in blocks:
-        nbytes = -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = _rounded(block.nbytes, ALIGNMENT)
         changes[block.first] = changes.get(block.first, 0) + nbytes
         changes[block.last + 1] = changes.get(block.last + 1, 0) - nbytes
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
-def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
-    """The size in bytes and the offsets of blocks that are placed in that order."""
+def _placed(order: Iterable[Block], beside: Mapping[Block, Iterable[Block]]) -> tuple[int, dict[Block, int]]:
+    """The size in bytes and the offsets of blocks that are placed in that order.
+
+    Args:
+        beside: by block, the others that are alive at the same time.
+    """
     offsets: dict[Block, int] = {}
     size = 0
     for block in order:
-        offset = _free(block, [(at, other) for other, at in offsets.items() if _meet(block, other)])
+        offset = _free(block, [(offsets[other], other) for other in beside[block] if other in offsets])
         offsets[block] = offset
         size = max(size, offset + block.nbytes)
     return size, offsets
@@ -437,7 +452,7 @@ def _free(block: Block, others: Iterable[tuple[int, Block]]) -> int:
     for begin, other in sorted(others, key=operator.itemgetter(0)):
         if offset + block.nbytes <= begin:
             break
-        offset = max(offset, -(-(begin + other.nbytes) // ALIGNMENT) * ALIGNMENT)
+        offset = max(offset, _rounded(begin + other.nbytes, ALIGNMENT))
     return offset
 
 
