@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fxfuse import plans
+from fxfuse import attention_modules, plans
 from fxfuse.capture import Captured
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError, FxfuseWarning
@@ -155,6 +155,7 @@ def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | L
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
             body, node.target = node.args[0].target, recomputed
             setattr(gm, body, fused_graph(getattr(gm, body), settings))
+    attention_modules.take_apart(graph, gm)
     return FusedModule(Captured(gm, graph), settings, cuda_graphs)
 
 

@@ -337,6 +337,88 @@ def test_other_modules_are_right(name):
             assert_as_eager(model, fast, *inputs((3, 5, SIZE)), exact=False)
 
 
+def functions(model):
+    """torch's functions for attention and encoder layers that are left in the graphs which Dynamo captured."""
+    graphs = fxfuse.compiled_graphs(model)
+    assert graphs
+    return [node.target for fast in graphs for node in fast.graph.nodes if node.target in attention_modules._FUNCTIONS]
+
+
+@pytest.fixture
+def compiled():
+    torch._dynamo.reset()
+    yield lambda model: torch.compile(model, backend="fxfuse")
+    torch._dynamo.reset()
+
+
+def assert_as_eager_with_gradients(model, fast, *inputs):
+    """Results in both modes, and gradients of the parameters."""
+    for _ in range(3):
+        with torch.no_grad():
+            assert_as_eager(model, fast, *inputs, exact=False)
+    for _ in range(3):
+        gradients = []
+        for each in (model, fast):
+            model.zero_grad()
+            each(*inputs).square().sum().backward()
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        for name, want in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], want, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("name", [*CALLS, *(name for name in MASKED if name != "padding")])
+def test_attention_in_dynamos_graphs(name, first, compiled):
+    x, y = inputs((3, 5, SIZE) if first else (5, 3, SIZE))
+    y = hidden(12, 5, 5) if name in MASKED else y
+    call = MASKED.get(name) or CALLS[name]
+    model = attending(call, nn.MultiheadAttention(SIZE, 4, batch_first=first)).eval()
+    fast = compiled(model)
+    assert_as_eager_with_gradients(model, fast, x, y)
+    assert not functions(model)
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norm first", "norm last"])
+@pytest.mark.parametrize("name", ["an encoder layer", "an encoder", "an encoder with a norm", "a decoder"])
+def test_layers_in_dynamos_graphs(name, norm_first, compiled):
+    x, y = inputs((3, 5, SIZE))
+    part = LAYERS[name](norm_first=norm_first, batch_first=True)
+    call = (lambda m, x, y: m.fc(m.part(x, y))) if "decoder" in name else (lambda m, x, y: m.fc(m.part(x + y)))
+    model = Net2(call, part=part, fc=nn.Linear(SIZE, 8)).eval()
+    fast = compiled(model)
+    assert_as_eager_with_gradients(model, fast, x, y)
+    left = set(functions(model))
+    assert not left or ("norm" in name and left == {torch._transformer_encoder_layer_fwd}), "gelu by tanh"
+
+
+LEFT = {
+    "padding": lambda part, x, mask: part(x, x, x, key_padding_mask=mask),
+    "the caller sees it": lambda part, x, mask: part(x, x * 2, x * 2),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_in_dynamos_graphs(name, compiled):
+    part = nn.MultiheadAttention(SIZE, 4, batch_first=True)
+    model = Net2(lambda m, x, mask: LEFT[name](m.part, x, mask)[0] * 2, part=part).eval()
+    fast = compiled(model)
+    assert_as_eager_with_gradients(model, fast, inputs((3, 5, SIZE))[0], hidden(3, 5))
+
+
+def test_attention_of_what_fx_cannot_trace():
+    """The whole model is captured by Dynamo."""
+
+    def forward(m, x):
+        y = CALLS["self"](m.part, x, x)[0]
+        return m.fc(y) if y.shape[0] > 2 else y.sum()
+
+    model = Net(forward, part=nn.MultiheadAttention(SIZE, 4, batch_first=True), fc=nn.Linear(SIZE, 8)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(6):
+            assert_as_eager(model, fast, inputs((3, 5, SIZE))[0], exact=False)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_are_kernels_on_a_gpu(dtype, device):

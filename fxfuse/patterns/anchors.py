@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxfuse import ops
+from fxfuse import functional, ops  # noqa: F401 (functional registers operators that are looked up here)
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import ends_aligned
 from fxfuse.ops import REQUIRED, Rejected
