@@ -244,7 +244,7 @@ def take_apart(graph: fx.Graph, root: nn.Module) -> None:
     """Replaces torch's functions for attention and encoder layers in one of Dynamo's graphs by their parts."""
     found = [
         node for node in graph.nodes
-        if node.op == "call_function" and node.target in _FUNCTIONS and _is_batched(node.args[0])
+        if node.op == "call_function" and node.target in _FUNCTIONS and node.args and _is_batched(node.args[0])
     ]  # fmt: skip
     results = {user: node for node in found for user in node.users if _is_item(user, 0)}
     results.update((node, node) for node in found if node.target is not F.multi_head_attention_forward)
@@ -260,10 +260,14 @@ def take_apart(graph: fx.Graph, root: nn.Module) -> None:
         given = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if node in seen or given.keys() != set(names):  # of other releases
             continue
+        before = node.prev
         with graph.inserting_before(node):
             made = parts(node, given, proxy)
         if made is None:
             continue
+        while before.next is not node:
+            before = before.next
+            before.meta["stack_trace"] = node.meta.get("stack_trace")  # the model's line
         for user, result in made.items():
             if result is not None:
                 user.replace_all_uses_with(result.node)

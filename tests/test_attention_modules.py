@@ -391,6 +391,15 @@ def test_layers_in_dynamos_graphs(name, norm_first, compiled):
     assert not left or ("norm" in name and left == {torch._transformer_encoder_layer_fwd}), "gelu by tanh"
 
 
+def test_parts_in_dynamos_graphs_know_the_models_line(compiled):
+    model = attending(CALLS["self"], nn.MultiheadAttention(SIZE, 4, batch_first=True)).eval()
+    with torch.no_grad():
+        compiled(model)(*inputs((3, 5, SIZE)))
+    (fast,) = fxfuse.compiled_graphs(model)
+    (attention,) = (node for node in fast.graph.nodes if "scaled_dot" in str(node.target))
+    assert __file__ in attention.meta["stack_trace"]
+
+
 LEFT = {
     "padding": lambda part, x, mask: part(x, x, x, key_padding_mask=mask),
     "the caller sees it": lambda part, x, mask: part(x, x * 2, x * 2),
