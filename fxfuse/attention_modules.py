@@ -49,18 +49,21 @@ class _Attention:
         self, query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False, weighs: bool = False,
         averages: bool = True,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The result; and, if the call `weighs`, the weights of keys: each head's, or their averages."""
+        """The result; and, if the call `weighs`, the weights of keys: each head's, or their averages.
+
+        The result is not made of the weights, so that they cost nothing where nobody reads them. But with a mask it is:
+        a query from which all keys are hidden is NaN then, as torch has it.
+        """
         q, k, v = self._projected(query, key, value)
         weights = None
+        added = None if mask is None or (is_causal and not weighs) else _node(as_scores, mask, q)
         if weighs:
             scores = (q * math.sqrt(self.heads / self.size)) @ k.transpose(-2, -1)
-            weights = torch.softmax(scores if mask is None else scores + _node(as_scores, mask, q), -1)
+            weights = torch.softmax(scores if added is None else scores + added, -1)
+        if weights is not None and added is not None:
             attended = weights @ v
-        elif is_causal:  # the mask says the same
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            scores = None if mask is None else _node(as_scores, mask, q)
-            attended = F.scaled_dot_product_attention(q, k, v, scores)
+            attended = F.scaled_dot_product_attention(q, k, v, added, is_causal=is_causal and added is None)
         attended = attended.transpose(-3, -2) if self.batch_first else attended.movedim(-2, 0)
         result = F.linear(attended.flatten(-2), self.out_weight, self.out_bias)
         return result, weights.mean(-3) if weights is not None and averages else weights
@@ -90,6 +93,15 @@ def _node(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function that is one node, since it asks for ranks and dtypes. Some of `args` are proxies."""
     tracer = next(arg.tracer for arg in args if isinstance(arg, fx.Proxy))
     return tracer.create_proxy("call_function", function, args, {})
+
+
+def erase_unread(node: fx.Node) -> None:
+    """Erases a node that computes weights of keys, if nobody reads it, and then what only it has read."""
+    if not node.users and node.op in ("call_function", "call_method"):
+        before = node.all_input_nodes
+        node.graph.erase_node(node)
+        for each in before:
+            erase_unread(each)
 
 
 def as_scores(mask: torch.Tensor, q: torch.Tensor) -> Any:
@@ -291,7 +303,8 @@ def _of_attention(node: fx.Node, given: dict[str, Any], proxy: Callable[[fx.Node
     is_usual = not any(given[name] for name in absent) and type(dropout) is float
     if not is_usual or _is_left(given, dropout) or not all(_is_item(user, 0, 1) for user in node.users):
         return None
-    if not given["need_weights"] and any(_is_item(user, 1) and user.users for user in node.users):
+    is_read = any(_is_item(user, 1) and user.users for user in node.users)
+    if is_read and not given["need_weights"]:
         return None
     # as it came, the batch is first, and turned only for this function
     turned = [_turned(each) for each in inputs]
@@ -303,6 +316,9 @@ def _of_attention(node: fx.Node, given: dict[str, Any], proxy: Callable[[fx.Node
         values["out_proj_weight"], values["out_proj_bias"], batch_first,
     )  # fmt: skip
     result, weights = attention.of(*map(values.__getitem__, _OF_ATTENTION))
+    if weights is not None and not is_read:
+        erase_unread(weights.node)
+        weights = None
     both = (result.transpose(0, 1) if batch_first else result), weights
     return {user: both[_is_item(user, 1)] for user in node.users}
 

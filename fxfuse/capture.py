@@ -169,6 +169,8 @@ class _Tracer(fx.Tracer):
         self._whole, self._taken_apart = whole, set[nn.Module]()
         self.attended: dict[fx.Node, nn.Module] = {}
         """The results of attention that was taken apart."""
+        self.weights: list[fx.Node] = []
+        """Its weights of keys."""
         self._buffer_paths: dict[int, str] = {}
         self.taken_for_tensors: set[str] = set()
 
@@ -207,8 +209,10 @@ class _Tracer(fx.Tracer):
             forward, args, kwargs = by_parts, (), {}
         randomness = RandomState()
         result = super().call_module(m, forward, args, kwargs)
-        if by_parts is not None and isinstance(m, nn.MultiheadAttention) and m.batch_first:
-            self.attended[result[0].node] = m
+        if by_parts is not None and isinstance(m, nn.MultiheadAttention):
+            if m.batch_first:
+                self.attended[result[0].node] = m
+            self.weights += [] if result[1] is None else [result[1].node]
         if not randomness.is_present():
             raise _StateError(m, DRAWS)
         self._entered.pop()
@@ -639,6 +643,8 @@ def trace(
         try:
             with _tracing:
                 graph = tracer.trace(root)
+            for node in tracer.weights:
+                attention_modules.erase_unread(node)
             # Pickling a module made of this graph traces its code again. fx's own tracer suffices for that.
             graph._tracer_cls = None
             hidden = _hidden_name(graph)

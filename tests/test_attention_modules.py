@@ -92,6 +92,21 @@ def test_layers(name, norm_first, first, train):
             assert_as_eager(model, fast, x, y)
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["read", "not read"])
+def test_weights_that_nobody_reads_are_not_computed(read):
+    """Most models call attention with torch's default, which asks for weights, and drop them."""
+    part = nn.MultiheadAttention(SIZE, 4, batch_first=True)
+    model = Net(lambda m, x: m.fc(m.part(x, x, x)[0]) + (m.part(x, x, x)[1].sum() if read else 0), part=part)
+    model.fc = nn.Linear(SIZE, 8)
+    fast = fxfuse.optimize(model.eval())
+    targets = [str(node.target) for node in fast.graph.nodes]
+    assert any("softmax" in target for target in targets) == read
+    assert sum("scaled_dot" in target for target in targets) == 1 + read
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_eager(model, fast, inputs((3, 5, SIZE))[0])
+
+
 def test_gradients_are_eagers():
     x, y = inputs((3, 5, SIZE))
     model = Net2(
