@@ -466,6 +466,11 @@ def test_a_part_of_a_parameter_is_known(monkeypatch, name):
     assert_as_eager(model, fast, torch.randn(3, 8))
 
 
+def test_a_part_that_torch_refuses_is_refused_at_the_call():
+    model = Net(lambda m, x: F.linear(x, m.w[::-1]).relu(), w=torch.randn(8, 8))
+    assert_as_eager(model, fxfuse.optimize(model), torch.randn(3, 8), raises=ValueError)
+
+
 def test_an_operand_that_is_known_to_be_too_wide_ends_the_region():
     """It is a part of a buffer, whose size the model knows."""
     model = Net(lambda m, x: (m.fc(x).relu() * m.b[2:]).tanh(), fc=linear(1))

@@ -76,10 +76,12 @@ def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
 
 
 def _are_rows(index: Any) -> bool:
-    """Whether an index is a slice of known numbers."""
-    if not isinstance(index, slice):
+    """Whether an index is a slice of known numbers that torch takes."""
+    if not isinstance(index, slice) or not all(
+        end is None or type(end) is int for end in (index.start, index.stop, index.step)
+    ):
         return False
-    return all(end is None or type(end) is int for end in (index.start, index.stop, index.step))
+    return index.step is None or index.step > 0
 
 
 def noted(node: Any) -> Any:
