@@ -31,14 +31,14 @@ MOST_CUTS: Final = 32
 """The most cuts of arenas in search of the least peak."""
 NOT_WORTH_A_CUT: Final = 0.02
 """The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
+NOT_WORTH_A_RELEASE: Final = 0.005
+"""The same for giving lent memory back, which takes time and ends a list of launches."""
 WORTH_OF_A_CALL: Final = 0.005
 """The part of the peak that each further allocation or list of launches must save. It takes a microsecond or two."""
 MOST_ORDERS: Final = 8
 """The most orders in which blocks are placed, from one first order."""
 NEAR: Final = 6
 """How many of the arenas that end last another one may be joined with."""
-NOT_WORTH_A_RELEASE: Final = 0.005
-"""The same for giving lent memory back, which takes time and ends a list of launches."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class _Timeline:
         """
         self._steps = steps
         self._sizes = _allocated_by_torch(steps)
-        self._lent = [(slot, last, lent[slot]) for slot, last in deaths.items()] if steps else []
+        self._lent = [(last, lent[slot]) for slot, last in deaths.items()] if steps else []
         self.joints = frozenset(
             number + 1 for number, pair in enumerate(itertools.pairwise(steps)) if all(map(_is_launch, pair))
         )
@@ -136,7 +136,7 @@ class _Timeline:
     def others(self, moments: Sequence[int]) -> list[int]:
         """By moment: the bytes of results that torch allocated, or that the caller gets, and of lent memory."""
         changes = _changes(self._sizes, moments)
-        for _, last, nbytes in self._lent:
+        for last, nbytes in self._lent:
             changes[0] += nbytes
             changes[moments[last] + 1] -= nbytes
         return list(itertools.accumulate(changes))[:-1]
