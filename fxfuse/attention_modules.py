@@ -260,7 +260,7 @@ def take_apart(graph: fx.Graph, root: nn.Module) -> None:
     ]  # fmt: skip
     results = {user: node for node in found for user in node.users if _is_item(user, 0)}
     results.update((node, node) for node in found if node.target is not F.multi_head_attention_forward)
-    seen = seen_by_caller(graph, root, results) if found else set()
+    visible = seen_by_caller(graph, root, results) if found else set()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[fx.Node, fx.Proxy] = {}
 
@@ -270,7 +270,7 @@ def take_apart(graph: fx.Graph, root: nn.Module) -> None:
     for node in found:
         names, parts = _FUNCTIONS[node.target]
         given = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if node in seen or given.keys() != set(names):  # of other releases
+        if node in visible or given.keys() != set(names):  # of other releases
             continue
         before = node.prev
         with graph.inserting_before(node):
@@ -384,7 +384,7 @@ def seen_by_caller(graph: fx.Graph, root: nn.Module, results: Mapping[fx.Node, _
     """
     found: set[_Result] = set()
     waiting = [node for node in graph.nodes if node.op == "output"]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node in results:
@@ -395,8 +395,8 @@ def seen_by_caller(graph: fx.Graph, root: nn.Module, results: Mapping[fx.Node, _
             before = []
         elif node.target in _SUMS and isinstance(node.args[0], fx.Node) and node.args[0].op != "get_attr":
             before = [node.args[0]]
-        waiting += [each for each in before if each not in seen]
-        seen.update(before)
+        waiting += [each for each in before if each not in visited]
+        visited.update(before)
     return found
 
 

@@ -673,9 +673,9 @@ def trace(
         if not refused and tracer.unknown and lasting is None:
             lasting = tracer.unknown  # tensors that forward makes are other objects the next time
             continue
-        seen = set() if refused else attention_modules.seen_by_caller(graph, root, tracer.attended)
-        if seen:
-            whole |= seen
+        visible = set() if refused else attention_modules.seen_by_caller(graph, root, tracer.attended)
+        if visible:
+            whole |= visible
             continue
         if not refused:
             vars(root).update(lasting_read)

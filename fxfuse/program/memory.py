@@ -69,7 +69,7 @@ class Arena:
     end: int = 0
     """The last moment at which it exists."""
     size: int = 0
-    """In bytes: a multiple of every dtype's size. Before its blocks are placed, the least that it can be."""
+    """In bytes: a multiple of every dtype's size. Before its blocks are placed, what is alive in it at once."""
     name: str = ""
     index: int = -1
     """Its position in the table of addresses."""
@@ -286,15 +286,12 @@ def releases(
     Freeing takes time and ends a list of launches. So dead memory is freed only where keeping it would raise the peak.
     """
     everywhere = range(len(steps))
-    total = list(itertools.accumulate(_changes(_allocated_by_torch(steps), everywhere)))[:-1]
     dies = _deaths(lent, arenas)
+    total = _Timeline(steps, dies, lent).others(everywhere)
     for arena in arenas:
         if arena.lender is None:
             for step in range(min(block.first for block in arena.blocks), arena.last + 1):
                 total[step] += arena.size
-    for slot, nbytes in lent.items():
-        for step in range(dies[slot] + 1):
-            total[step] += nbytes
     most = max([SMALL, *total]) * (1 + NOT_WORTH_A_RELEASE)
     found: dict[int, list[Slot]] = {}
     dead: list[Slot] = []
@@ -422,7 +419,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 
 def _alive_at_once(blocks: Iterable[Block]) -> int:
-    """The most bytes of blocks that are alive at the same time, each rounded up to `ALIGNMENT` but for the last."""
+    """The most bytes of blocks that are alive at the same time, each rounded up to `ALIGNMENT`."""
     changes: dict[int, int] = {}
     for block in blocks:
         nbytes = _rounded(block.nbytes, ALIGNMENT)
