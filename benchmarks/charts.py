@@ -172,7 +172,7 @@ def drawn(plt: Any) -> tuple[Any, str]:
 
 
 def decoder(plt: Any) -> tuple[Any, str]:
-    rows, source = results("decoder-nvidia-h100-80gb-hbm3")
+    rows, source = results("decoder-nvidia-h200")
     rows = [row for row in rows if row["tokens"] == 1]
     name = "batch {batch}, {heads}:{key_heads} heads, cache {length}"
     names = [name.format(batch=row["batch"], **row["shape"]) for row in rows]
