@@ -96,6 +96,7 @@ _STRIDED: Final = frozenset((torch.strided,))
 _NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
 _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
 _is_neg: Final = torch.Tensor.is_neg
+_is_zerotensor: Final = torch.Tensor._is_zerotensor
 
 
 def _observed(profiled: bool = True) -> bool:
@@ -173,6 +174,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and _PLAIN.issuperset(map(type, tensors))
             and _STRIDED.issuperset(map(_layout, tensors))
             and not any(map(_is_neg, tensors))  # memory holds these values without their sign change
+            and not any(map(_is_zerotensor, tensors))  # these have no memory
             and (x.is_cpu or x.is_cuda)
             and not x.is_nested
         ):

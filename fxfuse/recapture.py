@@ -8,7 +8,7 @@ and its children are graphs of their own. Dynamo knows the arguments, and guards
 - A model is captured whole or not at all: with graph breaks, a part of it would have run before the rest turned out to
   need Python. If it is not captured, each module inside it that runs as Python is tried in the same way.
 - Some models compute something else while they are captured (transformers' PaliGemma hides other positions). So the
-  first graph is compared with eager. If they differ, the model stays Python.
+  first graph is compared with eager. If they differ, or if only the graph fails, the model stays Python.
 """
 
 from __future__ import annotations
@@ -256,12 +256,19 @@ class Recapture:
             with progress.steps("capture", 1, type(root).__name__):
                 return run(*args, **kwargs)
         made: list[Any] = []
+        failure: Exception | None = None
         _capturing.made = made
         try:
             with progress.steps("capture", 1, type(root).__name__), unchanged(root, gradients=torch.is_grad_enabled()):
                 draws = Draws(root)
-                with contextlib.suppress(_Stopped):
+                try:
                     run(*copies[0], **copies[1])
+                except _Stopped:
+                    pass
+                except Exception as error:  # whatever an operation raises
+                    if _is_dynamos(error):
+                        raise
+                    failure = error
                 is_random = draws.any()
         finally:
             _capturing.made = None
@@ -270,16 +277,20 @@ class Recapture:
         has_checkpoints = any(graph is not None and checkpoints.has_any(graph) for graph in captured)
         with contextlib.nullcontext() if has_checkpoints else as_eager():
             result = python(*args, **kwargs)
+        if failure is not None:  # torch's sizes of masked_select are too small where the mask has more dimensions
+            self._stay_python(f"Dynamo's graph fails where eager does not: {failure}")
+            return result
         apart = 0.0 if is_random else _apart(result, [made, copies])  # copies: arguments may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
-            self._failures, self.reason = (
-                FAILURES,
-                f"Dynamo's graph computes something else than eager ({apart:.1f} "
-                "times as far apart as rounding explains)",
+            self._stay_python(
+                f"Dynamo's graph computes something else than eager ({apart:.1f} times as far apart as rounding explains)"
             )
-            self._graphs.clear()
-            logger.warning("fxfuse: %s runs as Python: %s", type(root).__name__, self.reason)
         return result
+
+    def _stay_python(self, reason: str) -> None:
+        self._failures, self.reason = FAILURES, reason
+        self._graphs.clear()
+        logger.warning("fxfuse: %s runs as Python: %s", type(self._root()).__name__, reason)
 
     def _own_noise(
         self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

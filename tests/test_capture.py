@@ -1200,6 +1200,33 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert len(recapture.graphs) == 1 and recapture.reason is None
 
 
+@pytest.mark.parametrize("example", [False, True], ids=["the third call", "an example"])
+def test_graphs_that_fail_where_eager_does_not(example):
+    """torch (2.13) gives masked_select of fewer dimensions than the mask's a size that is too small."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("rows", torch.tensor([0, 7]))
+
+        def forward(self, x):
+            x = self.first(x.view(*x.shape[:-1], -1) if x.shape[0] > 1 else x).relu()
+            return self.second(x[self.rows] if torch.compiler.is_compiling() else x).tanh()
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model), (torch.randn(4, 8),) if example else None)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(fast(x), model(x))
+        torch.testing.assert_close(fast.rows, model.rows)
+    skip_if_python(fast)
+    recapture = state_of(fast).recapture
+    assert not recapture.graphs and "fails where eager does not" in recapture.reason
+    assert "index 7" in str(fxfuse.explain(fast, verbose=True))
+
+
 def test_layers_with_a_call_of_their_own_are_captured():
     """As transformers' layers, whose classes decide in `__call__` whether they are checkpointed."""
 

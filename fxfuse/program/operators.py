@@ -220,7 +220,7 @@ def _loops_of_epilogue(
         def leaf(node: Expr) -> Expr:
             if not isinstance(node, Operand):
                 return node
-            own = [at[1]] if node.index in along_channels else at
+            own = (at[1:2] or [Index()]) if node.index in along_channels else at
             return acc(body, own) if node.index == last else body.read(operands[node.index], own)
 
         loops = body.loops(result, rewrite(whole, leaf))

@@ -271,13 +271,14 @@ def as_plain(item: Any) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no subclass.
+    """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no zeros without
+    memory (gradients of complex numbers have these), no subclass.
 
     A tensor of torch.func's is not plain, even if a buffer has kept it beyond its transformation.
     """
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return False
-    is_other = tensor.is_neg() or tensor.is_conj() or tensor.is_nested
+    is_other = tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor() or tensor.is_nested
     return not (is_other or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
