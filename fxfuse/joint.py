@@ -3,7 +3,9 @@
 AOTAutograd traces both as one joint graph. torch's partitioner divides it: it decides what the forward keeps for the
 backward, and what the backward recomputes. A function of tensors alone is traced, so a graph's other arguments are
 constants. Buffers that the graph changes in place (running statistics of batch normalisation) are values in the trace:
-the forward computes their new values, and copies these into the buffers at its end.
+the forward computes their new values, and copies these into the buffers at its end. Operators without results, such as
+checks that raise an error (`torch.linalg.inv`), are not traced, since torch loses them: the forward calls them at its
+end, too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fxfuse import checkpoints
 from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.decompositions import KeptForAutograd, decompositions
+from fxfuse.dispatch_mode import DispatchMode
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.masks import leave_out_masks
@@ -101,7 +104,9 @@ def joint_of(
         with _TRACING, torch.enable_grad():
             device = device_of(tensors)
             taken_apart = decompositions("cpu" if device is None else device.type)
-            joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=taken_apart)
+            joint = _traced_with_gradients()(
+                traced.without_effects, tuple(tensors), trace_joint=True, decompositions=taken_apart
+            )
     except Refused:
         raise
     except Exception as error:  # tracing any user's model can raise anything
@@ -152,6 +157,15 @@ class Traced:
         self.constants: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
         self.results = 0
+        self.effects: list[_Effect] = []
+        """The operators that `without_effects` has left out, in their order."""
+
+    def without_effects(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As a call, but operators without results are noted instead of called. Their tensors are the last results."""
+        with _WithoutEffects() as without:
+            results = self(*tensors)
+        self.effects = without.effects
+        return (*results, *(tensor.detach() for tensor in without.tensors))
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results, then the new values of buffers. The buffers themselves are not changed."""
@@ -198,6 +212,45 @@ class Traced:
         """The graph's result in its own structure."""
         sources = {"given": given, "result": results, "constant": self.constants}
         return pytree.tree_unflatten([sources[kind][number] for kind, number in self.places], self.structure)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """A call of an operator that has no results."""
+
+    overload: Any
+    leaves: Sequence[Any]
+    """Of its arguments; `_Effect` stands for a tensor."""
+    structure: Any
+
+    @property
+    def takes(self) -> int:
+        """The number of its tensors."""
+        return sum(leaf is _Effect for leaf in self.leaves)
+
+    def arguments(self, tensors: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments, and those with keywords, with the next of `tensors` in place of its own."""
+        leaves = [next(tensors) if leaf is _Effect else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)  # type: ignore[no-any-return]
+
+
+class _WithoutEffects(DispatchMode):
+    """A mode in which operators without results are noted instead of called, if their arguments are plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.effects: list[_Effect] = []
+        self.tensors: list[torch.Tensor] = []
+        """Those of all of them, in their order."""
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if observed.has_results(func) or not all(isinstance(leaf, torch.Tensor | _PLAIN) for leaf in leaves):
+            return func(*args, **kwargs)
+        self.tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        marked = [_Effect if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.effects.append(_Effect(func, marked, structure))
+        return None
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
@@ -261,11 +314,14 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     keep_places(joint.graph, is_on_gpu)
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
+    if any(node.target is _with_effects() for node in joint.graph.nodes):
+        raise Refused("an operation of its backward does more than to give a result")
     count = traced.results + len(traced.buffers)
+    every = count + sum(effect.takes for effect in traced.effects)
     drawn = sum(map(draws, joint.graph.nodes))
     if traced.differentiable:
         with checkpoints.drawing_nothing(joint.graph):
-            forward, backward = partition()(joint, None, num_fwd_outputs=count)
+            forward, backward = partition()(joint, None, num_fwd_outputs=every)
     else:
         forward, backward = joint, _nothing(len(tensors))
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch has joined equal ones
@@ -273,7 +329,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
     outputs = list(end.args[0])
-    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[count:]
+    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[every:]
     if not all(isinstance(node, fx.Node) for node in outputs):
         raise Refused("it keeps something for its backward that is no tensor")
     if len({*results, *primals}) < len(results) + len(primals):
@@ -285,6 +341,9 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     if any(node in decided for node in (*results, *saved)):
         raise Refused("a buffer that it changes decides what it computes")
     with forward.graph.inserting_before(end):
+        read = iter(outputs[count:every])
+        for effect in traced.effects:
+            forward.graph.call_function(effect.overload, *effect.arguments(read))
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
     _make_views_again(forward, backward, {*primals, *results})
@@ -521,7 +580,7 @@ def _kept(node: fx.Node) -> tuple[int, ...]:
     """The sizes of the dimensions that a sum does not reduce."""
     size, dims = _size(node.args[0]), node.args[1]
     assert isinstance(dims, list | tuple)
-    over = {dim % len(size) for dim in dims if isinstance(dim, int)}
+    over = {dim % max(len(size), 1) for dim in dims if isinstance(dim, int)}
     return tuple(length for dim, length in enumerate(size) if dim not in over)
 
 
@@ -595,6 +654,13 @@ def _traced_with_gradients() -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_export_joint_simple  # takes a second to import
 
     return aot_export_joint_simple
+
+
+def _with_effects() -> Any:
+    """The operator that newer versions of torch trace for operators whose order matters."""
+    from torch._higher_order_ops.effects import with_effects
+
+    return with_effects
 
 
 def partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:

@@ -2461,3 +2461,35 @@ def test_complex_numbers_have_programs():
     (step,) = made(fast)
     for name, graph in step.graphs:
         assert state_of(graph).programs.programs, (name, state_of(graph).programs.reason)
+
+
+class Solving(nn.Module):
+    """torch's solve, inverse and Cholesky factor call operators without results, which raise what torch raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, square):
+        y = torch.linalg.solve(square, torch.tanh(self.before(x) * 2))
+        factor = torch.linalg.cholesky(square @ square.mT)
+        return torch.tanh(self.after(y @ torch.linalg.inv(factor)) * 2), factor
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_checks_of_torchs_raise_its_errors(grad):
+    torch.manual_seed(0)
+    fast, model, exact = triple(Solving())
+    x, square = randn(8, 8).requires_grad_(grad), (randn(8, 8, seed=1) + 6 * torch.eye(8)).requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):
+            if grad:
+                assert_errors_of_calls(fast, model, exact, x, square)
+            else:
+                torch.testing.assert_close(fast(x, square), model(x, square))
+        for each in (model, fast):
+            with pytest.raises(torch.linalg.LinAlgError, match="solve"):
+                each(x, torch.zeros(8, 8).requires_grad_(grad))
+        torch.testing.assert_close(fast(x, square), model(x, square))
+    graphs = [graph for step in made(fast) for _, graph in step.graphs] if grad else [fast]
+    assert all(state_of(graph).programs.programs for graph in graphs)

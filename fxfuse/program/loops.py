@@ -243,6 +243,13 @@ class Unknown(Exception):
     """Loops do not support an operator, or an argument of it."""
 
 
+def from_the_left(dim: int, rank: int) -> int:
+    """A dimension counted from the left, whichever way it is given. Raises Unknown for a tensor without dimensions."""
+    if rank == 0:
+        raise Unknown
+    return dim % rank
+
+
 class Body:
     """Builds an expression: it collects the leaves that the expression's operands refer to."""
 

@@ -35,7 +35,7 @@ class Operation:
     @property
     def is_pure(self) -> bool:
         """Whether its result is its only effect: it overwrites nothing and draws no random numbers."""
-        return not (self.overwrites or self.draws)
+        return has_results(self.overload) and not (self.overwrites or self.draws)
 
     @property
     def overwrites(self) -> bool:
@@ -65,6 +65,11 @@ class Operation:
     def allocates(self) -> bool:
         """Whether it makes a tensor without contents (`_ALLOCATING`)."""
         return self.overload in _ALLOCATING
+
+
+def has_results(overload: Any) -> bool:
+    """Whether an operator gives or overwrites something. Others are called for the error that they may raise, say."""
+    return bool(overload._schema.returns) or overload._schema.is_mutable
 
 
 def draws(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

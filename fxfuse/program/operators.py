@@ -36,6 +36,7 @@ from fxfuse.program.loops import (
     Unknown,
     coordinates,
     coordinates_in,
+    from_the_left,
     inlined,
     kind_of,
     place_of,
@@ -156,7 +157,7 @@ def _order_of(value: Value) -> list[int]:
 
 
 def _copied_rows(given: Mapping[str, Any], result: Value) -> _Part:
-    source, dim = given["source"], given["dim"] % max(1, len(result.shape))
+    source, dim = given["source"], from_the_left(given["dim"], len(result.shape))
     if not isinstance(source, Value) or len(source.shape) != len(result.shape):
         raise Unknown
     at = coordinates(source.shape)
@@ -372,11 +373,11 @@ def _fill(name: str | None, number: float = 0) -> Rule:
 
 def _concatenation(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     tensors = [tensor for tensor in given["tensors"] if tensor.shape != (0,)]
-    return _beside(body, tensors, given.get("dim", 0) % len(result.shape), result, None)
+    return _beside(body, tensors, from_the_left(given.get("dim", 0), len(result.shape)), result, None)
 
 
 def _stack(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    dim = given.get("dim", 0) % len(result.shape)
+    dim = from_the_left(given.get("dim", 0), len(result.shape))
     return _beside(body, given["tensors"], dim, result, 1)
 
 
@@ -415,20 +416,20 @@ def _roll(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         raise Unknown
     for dim, shift in zip(dims, given["shifts"], strict=True):
         size = result.shape[dim]
-        at[dim % len(at)] = (at[dim] + (-shift % size)) % size
+        at[from_the_left(dim, len(at))] = (at[dim] + (-shift % size)) % size
     return body.read(given["self"], at)
 
 
 def _flip(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     at = coordinates(result.shape)
-    for dim in {dim % len(at) for dim in given["dims"]}:
+    for dim in {from_the_left(dim, len(at)) for dim in given["dims"]}:
         at[dim] = at[dim] * -1 + (result.shape[dim] - 1)
     return body.read(given["self"], at)
 
 
 def _glu(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at = given["self"], coordinates(result.shape)
-    dim = given.get("dim", -1) % len(at)
+    dim = from_the_left(given.get("dim", -1), len(at))
     gate = [*at[:dim], at[dim] + result.shape[dim], *at[dim + 1 :]]
     return Call("mul", (body.read(x, at), Call("sigmoid", (body.read(x, gate),))))
 
@@ -452,7 +453,7 @@ def _chosen(index: Any, at: Sequence[Index], size: int, wraps: bool) -> Index:
 
 def _index_select(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at = given["self"], coordinates(result.shape)
-    dim = given["dim"] % len(at)
+    dim = from_the_left(given["dim"], min(len(at), len(x.shape)))
     at[dim] = _chosen(given["index"], [at[dim]], x.shape[dim], False)
     return body.read(x, at)
 
@@ -464,7 +465,7 @@ def _embedding(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 def _gather(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at = given["self"], coordinates(result.shape)
-    dim = given["dim"] % len(at)
+    dim = from_the_left(given["dim"], min(len(at), len(x.shape)))
     at[dim] = _chosen(given["index"], list(at), x.shape[dim], False)
     return body.read(x, at)
 
@@ -513,7 +514,7 @@ def _triangle(row: str) -> Rule:
 
 def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, source, at = given["self"], given["src"], coordinates(result.shape)
-    dim = given.get("dim", 0) % len(at)
+    dim = from_the_left(given.get("dim", 0), len(at))
     start, step, size = given.get("start") or 0, given.get("step", 1), result.shape[dim]
     start = min(max(start + size if start < 0 else start, 0), size)
     place = at[dim] // step - start // step
@@ -526,7 +527,7 @@ def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 def _select_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, source, at = given["self"], given["src"], coordinates(result.shape)
-    dim = given["dim"] % len(at)
+    dim = from_the_left(given["dim"], len(at))
     here = Inside(at[dim] - given["index"] % result.shape[dim], 1)
     return body.choose([here], body.read(source, [*at[:dim], *at[dim + 1 :]], (here,)), body.read(x, at))
 
