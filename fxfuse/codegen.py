@@ -38,7 +38,8 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal
     """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
 
     Every value is computed once, in single-assignment form. Its type is float, or bool for comparisons, unless `kinds`
-    gives another one for a call or operand. A call with a float among its arguments computes with floats.
+    gives another one for a call or operand. A call with a float among its arguments computes with floats, and so does
+    one whose value is a float: in C++ the quotient of two integers, or of two truth values, is an integer.
 
     Args:
         normal: operands that are the same for many elements, and are normal floats, as are their inverses.
@@ -61,8 +62,12 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal
                 text[node] = literal(value)
             case Call(op, args):
                 name = f"v{len(lines)}"
-                with_integers = not any(kind_of(arg) in ("float", "double") for arg in args)
-                values = [_argument(arg, text[arg], kind_of(arg), with_integers) for arg in args]
+                reads_floats = any(kind_of(arg) in ("float", "double") for arg in args)
+                if reads_floats or kind_of(node) == "float":
+                    others = _INTEGERS if reads_floats else (*_INTEGERS, "bool")  # a bool beside a float becomes one
+                    values = [_as_float(arg, text[arg]) if kind_of(arg) in others else text[arg] for arg in args]
+                else:
+                    values = [_as_integer(arg, text[arg], kind_of(arg)) for arg in args]
                 temporaries, code = ops.expand_code(ops.row(op), values, name)
                 if kind_of(args[0]) == MASK:
                     code = f"chosen({', '.join(values)})"
@@ -74,16 +79,19 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal
                 lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
                 lines.append(f"const {kind_of(node)} {name} = {code};")
                 text[node] = name
-    return [*lines, f"return {_argument(node, text[node], kind_of(node), True)};"]
+    return [*lines, f"return {_as_integer(node, text[node], kind_of(node))};"]
 
 
-def _argument(node: Expr, text: str, kind: str, with_integers: bool) -> str:
-    """A call's argument as text. The call computes with floats unless all arguments are integers or truth values."""
-    if kind not in ("int32_t", "int64_t"):
-        return text
-    if isinstance(node, Const):
-        return f"{kind}{{{node.value}}}" if with_integers else text
-    return text if with_integers else f"static_cast<float>({text})"
+_INTEGERS: Final = ("int32_t", "int64_t")
+
+
+def _as_float(node: Expr, text: str) -> str:
+    is_literal = isinstance(node, Const) and not isinstance(node.value, bool)
+    return text if is_literal else f"static_cast<float>({text})"
+
+
+def _as_integer(node: Expr, text: str, kind: str) -> str:
+    return f"{kind}{{{node.value}}}" if isinstance(node, Const) and kind in _INTEGERS else text
 
 
 def _without_unread(node: Expr) -> Expr:

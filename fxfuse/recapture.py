@@ -283,7 +283,8 @@ class Recapture:
         apart = 0.0 if is_random else _apart(result, [made, copies])  # copies: arguments may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
             self._stay_python(
-                f"Dynamo's graph computes something else than eager ({apart:.1f} times as far apart as rounding explains)"
+                f"Dynamo's graph computes something else than eager ({apart:.1f} "
+                "times as far apart as rounding explains)"
             )
         return result
 

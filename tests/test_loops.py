@@ -110,6 +110,20 @@ def test_arguments_that_share_memory_in_any_order(any_device):
             assert len(state_of(fast).programs.programs) == number + 1, state_of(fast).programs.reason
 
 
+def test_quotients_of_integers_and_of_truth_values(any_device):
+    """In C++ these are integers. A quotient by zero would end the process."""
+
+    def forward(m, x):
+        many, few = (x * 9).to(torch.int64), (x * 2).to(torch.int32)
+        positive, large = x > 0, x > 0.5
+        of_integers = many / few + (many * 2 + 1) / (few - 3) * 0.5
+        of_truths = positive / large.float() + large / positive * 0.5 + positive / few + many / large
+        return m.fc(x).relu() * 2 + 1, of_integers * 3, of_truths * 3
+
+    made = checked(Net(forward, fc=linear()), any_device, 6, 8, exact=False)
+    assert not {"div.Tensor", "truediv", "div"} & made.calls.keys(), made.calls
+
+
 def test_a_view_that_begins_before_its_tensor(any_device):
     model = Net(lambda m, x: (m.fc(x) * 2).tanh() + x.as_strided((8, 8), (8, 1), 0) * x, fc=linear()).to(any_device)
     fast = fxfuse.optimize(copy.deepcopy(model))
