@@ -245,7 +245,7 @@ class _WithoutEffects(DispatchMode):
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        if observed.has_results(func) or not all(isinstance(leaf, torch.Tensor | _PLAIN) for leaf in leaves):
+        if not (observed.is_for_its_effect(func) and all(isinstance(leaf, torch.Tensor | _PLAIN) for leaf in leaves)):
             return func(*args, **kwargs)
         self.tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         marked = [_Effect if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -364,6 +364,9 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         take_padded(backward.graph, pad_rows(forward.graph, {*results}))
         (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
         pad_rows(backward.graph, {*gradients.all_input_nodes})
+    gives = frozenset(at for at, node in enumerate(results_of(backward.graph)) if isinstance(node, fx.Node))
+    if traced.differentiable and not gives:
+        raise Refused("its results have gradients, but nothing gets any")
     _lay_as_leaves(backward.graph, tensors)
     for half in (forward, backward):
         _view_or_copy(half.graph)
@@ -376,7 +379,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         differentiable=traced.differentiable,
         kept=tuple(by_name[node.name] for node in kept),
         depends=_dependences(backward, tangents),
-        gives=frozenset(at for at, node in enumerate(results_of(backward.graph)) if isinstance(node, fx.Node)),
+        gives=gives,
         tangents=tuple(node.name for node in tangents),
         gradients=tuple(TensorMeta.of(value, value.device) for value in values),
         changed=frozenset(primals.index(node) for node in changed),
@@ -507,9 +510,13 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     dropout that drops nothing makes one. Removed are also views that change no shape or undo another view, and aliases.
     A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
     become numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed
-    at once: a program reads a tensor's memory as its values.
+    at once: a program reads a tensor's memory as its values. Checks of a tensor's kind have been made by the trace, and
+    some of them (2.13's, of zeros without memory) hold for nothing but its own numbers.
     """
     for node in list(graph.nodes):
+        if node.target is observed.CHECK_OF_KIND:
+            graph.erase_node(node)
+            continue
         copies = node.target is _aten.clone.default and not node.kwargs
         copies = copies and (node.args[0] in buffers or _is_needless(node))
         views = node.target is _aten._unsafe_view.default and _size(node) == _size(node.args[0])

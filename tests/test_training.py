@@ -2493,3 +2493,27 @@ def test_checks_of_torchs_raise_its_errors(grad):
         torch.testing.assert_close(fast(x, square), model(x, square))
     graphs = [graph for step in made(fast) for _, graph in step.graphs] if grad else [fast]
     assert all(state_of(graph).programs.programs for graph in graphs)
+
+
+def test_results_whose_gradients_are_nothing():
+    """How many elements are not zero has a gradient, but nothing gets one."""
+    model = Net(lambda m, x: torch.linalg.vector_norm(m.fc(x).relu(), 0) * 2, fc=linear())
+    fast, x = fxfuse.optimize(copy.deepcopy(model)), randn(4, 8)
+    for _ in range(4):
+        expected, result = model(x), fast(x)
+        assert result.requires_grad and expected.requires_grad
+        torch.testing.assert_close(result, expected)
+        result.backward()
+        expected.backward()
+        assert fast.fc.weight.grad is None and model.fc.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_zeros_without_memory(dtype):
+    """torch (2.13) leaves checks in the trace of sgn's gradient that fail when they are run."""
+    model = Net(lambda m, x: torch.sgn(m.fc(x) * 2) + x.abs(), fc=linear()).to(dtype)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for seed in range(4):
+        x = randn(4, 8, seed=seed).to(dtype).requires_grad_()
+        for have, want in zip(step_of(fast, x), step_of(model, x), strict=True):
+            torch.testing.assert_close(have, want)

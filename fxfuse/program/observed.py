@@ -19,6 +19,8 @@ _ALLOCATING: Final = (
     _aten.new_empty_strided.default,
 )  # fmt: skip
 """Operators that make a tensor without contents."""
+CHECK_OF_KIND: Final = _aten._assert_tensor_metadata.default
+"""Checks a tensor's dtype and sizes, with the same outcome in all calls of a kind."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Operation:
     @property
     def is_pure(self) -> bool:
         """Whether its result is its only effect: it overwrites nothing and draws no random numbers."""
-        return has_results(self.overload) and not (self.overwrites or self.draws)
+        return not (self.overwrites or self.draws or is_for_its_effect(self.overload))
 
     @property
     def overwrites(self) -> bool:
@@ -67,9 +69,12 @@ class Operation:
         return self.overload in _ALLOCATING
 
 
-def has_results(overload: Any) -> bool:
-    """Whether an operator gives or overwrites something. Others are called for the error that they may raise, say."""
-    return bool(overload._schema.returns) or overload._schema.is_mutable
+def is_for_its_effect(overload: Any) -> bool:
+    """Whether an operator gives and overwrites nothing: it is called for the error that it may raise, for example.
+
+    """
+    schema = overload._schema
+    return not (schema.returns or schema.is_mutable) and overload is not CHECK_OF_KIND
 
 
 def draws(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
