@@ -284,6 +284,29 @@ MOVES: list[Row] = [
      "F.conv2d({x}, (self.w{k} - self.w{k}.mean((1, 2, 3), True)) * .5)"),
 ]  # fmt: skip
 """Of programs: what moves elements, and reductions."""
+_INDICES = "self.register_buffer('i{k}', torch.arange({n}))"
+_SQUARE = "self.w{k} = nn.Parameter(torch.randn({n}, {n}) * .1)"
+_REGULAR = "self.w{k} @ self.w{k}.mT + torch.eye({n}{d}).type_as(self.w{k})"
+NUMBERS: list[Row] = [
+    ("integers divided", 0, _INDICES, "{x} + (self.i{k} * 2 + 1) / (self.i{k} - 2)"),
+    ("small integers divided", 0, _INDICES, "{x} - self.i{k}.short() / (self.i{k}.int() + 1)"),
+    ("integers and a number", 0, _INDICES, "{x} * (self.i{k} - 2).abs() / 7 + (1 - self.i{k}).clamp(-1, 2) / 3"),
+    ("integers chosen", 0, _INDICES, "torch.where(self.i{k} > 1, self.i{k}, -self.i{k}) / 4 + {x}"),
+    ("integers rounded", 0, _INDICES, "{x} + torch.div(self.i{k}, 2, rounding_mode='floor') % 3 + self.i{k} // 2"),
+    ("integers' functions", 0, _INDICES, "{x} * self.i{k}.sqrt() + (self.i{k} - 1).sigmoid() + F.softsign(self.i{k})"),
+    ("truths divided", 0, _INDICES, "{x} * ((self.i{k} > 0) / (self.i{k} < 3).float())"),
+    ("truths and integers", 0, _INDICES, "{x} + (self.i{k} < 2) / (self.i{k} + 1) - (self.i{k} > 1) * self.i{k}"),
+    ("truths counted", 0, "", "{x} + ({x} > 0).sum(-1, keepdim=True) / ({y} > -1).sum(-1, keepdim=True)"),
+    ("one element", 0, "", "{x} * {x}.flatten()[0].sigmoid() + {y}.flatten()[-1:].relu()"),
+    ("index of one element", 0, "", "{x} + {x}.flatten()[0].index_select(0, torch.zeros(1{d}).long()) * 2"),
+    ("gathered from one", 0, "", "{x} + {x}.flatten()[0].gather(0, torch.zeros(1{d}).long()).flip(0).sum(0)"),
+    ("PReLU of a row", 0, "self.p{k} = nn.PReLU()", "{x} + self.p{k}({x}.flatten()[:1] * 2)"),
+    ("sgn", 0, "", "torch.sgn({x}) * {y} + {x}"),
+    ("inverse", 0, _SQUARE, "{x} @ torch.linalg.inv(" + _REGULAR + ")"),
+    ("solve", 0, _SQUARE, "torch.linalg.solve(" + _REGULAR + ", {x}.reshape(-1, {n}).mT).mT.reshape({x}.shape)"),
+    ("Cholesky", 0, _SQUARE, "{x} @ torch.linalg.cholesky(" + _REGULAR + ").mT"),
+]
+"""Integers and truth values, tensors without dimensions, and operators of torch's that check what they give."""
 WRITES: list[Row] = [
     ("part written", 0, "", "{v} = torch.zeros_like({x})\n{v}[..., 1:] = {x}[..., :-1]"),
     ("column written", 0, "", "{v} = {x} * 2\n{v}[:, 0] = {y}[:, 0] + 1"),
@@ -523,8 +546,8 @@ def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str
     weights = (10, 12, 4, 1.2, 1.2)
     if case.device != "cpu":
         tables, weights = (ON_GPU, POINTWISE[:: len(POINTWISE) // 7], VIEWS, STATEFUL, STATEMENTS), (10, 7, 8, 1, 1)
-    weights = (*weights, 0, 0) if not programs else (5, 6, 4, 0.3, 0.7, 10, 2)
-    tables = (*tables, MOVES, WRITES)
+    weights = (*weights, 0.7, 0, 0) if not programs else (5, 6, 4, 0.3, 0.7, 2, 10, 2)
+    tables = (*tables, NUMBERS, MOVES, WRITES)
     for _ in range(8):
         (table,) = dice.choices(tables, weights)
         feature, rank, init, text = dice.choice(table)
