@@ -311,17 +311,18 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     simplify(joint.graph, [given[number] for number in traced.buffers])
     device = device_of(tensors)
     is_on_gpu = device is not None and merge.runs_on_gpu(device)
-    keep_places(joint.graph, is_on_gpu)
+    places = keep_places(joint.graph, is_on_gpu)
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
     if any(node.target is _with_effects() for node in joint.graph.nodes):
         raise Refused("an operation of its backward does more than to give a result")
     count = traced.results + len(traced.buffers)
-    every = count + sum(effect.takes for effect in traced.effects)
+    read = count + sum(effect.takes for effect in traced.effects)
+    _add_results(joint.graph, read, places)
     drawn = sum(map(draws, joint.graph.nodes))
     if traced.differentiable:
         with checkpoints.drawing_nothing(joint.graph):
-            forward, backward = partition()(joint, None, num_fwd_outputs=every)
+            forward, backward = partition()(joint, None, num_fwd_outputs=read + len(places))
     else:
         forward, backward = joint, _nothing(len(tensors))
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch has joined equal ones
@@ -329,7 +330,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
     outputs = list(end.args[0])
-    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[every:]
+    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[read + len(places) :]
     if not all(isinstance(node, fx.Node) for node in outputs):
         raise Refused("it keeps something for its backward that is no tensor")
     if len({*results, *primals}) < len(results) + len(primals):
@@ -341,9 +342,9 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     if any(node in decided for node in (*results, *saved)):
         raise Refused("a buffer that it changes decides what it computes")
     with forward.graph.inserting_before(end):
-        read = iter(outputs[count:every])
+        of_effects = iter(outputs[count:read])
         for effect in traced.effects:
-            forward.graph.call_function(effect.overload, *effect.arguments(read))
+            forward.graph.call_function(effect.overload, *effect.arguments(of_effects))
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
     _make_views_again(forward, backward, {*primals, *results})
@@ -390,6 +391,21 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         reference=traced,
         layouts=layouts,
     )
+
+
+def _add_results(joint: fx.Graph, at: int, nodes: Sequence[fx.Node]) -> None:
+    """Makes nodes results of the forward, from position `at` on, in a joint graph.
+
+    torch's partitioner takes what else only the backward reads for work of the backward. If no pointwise kernel can do
+    such work, what it reads is never computed again: a mask of the relu before a pooling would be kept, although the
+    backward reads what the relu was computed from anyway.
+    """
+    (end,) = (node for node in joint.nodes if node.op == "output")
+    outputs = list(end.args[0])
+    end.args = ([*outputs[:at], *nodes, *outputs[at:]],)
+    if "desc" in end.meta:  # torch's descriptions of the results
+        said = pytree.arg_tree_leaves(end.meta["desc"])
+        end.meta["desc"] = [*said[:at], *(None for _ in nodes), *said[at:]]
 
 
 def _nothing(count: int) -> fx.GraphModule:

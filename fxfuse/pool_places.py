@@ -1,9 +1,8 @@
 """Max-pooling whose gradient needs one byte for each window: the place of its largest element in the window.
 
 torch keeps the element's index in the image, eight bytes, and the image itself, although the gradient needs only its
-shape. In joint graphs (joint.py), two operators replace torch's. torch's partitioner then keeps either the places, or
-the image, from which the backward computes the places. Loops compute both operators (program/operators.py). This file
-defines their meaning by torch's own operators.
+shape. In joint graphs (joint.py), two operators replace torch's, and the places are kept. Loops compute both operators
+(program/operators.py). This file defines their meaning by torch's own operators.
 """
 
 from __future__ import annotations
@@ -81,12 +80,13 @@ for _name, _meaning in (("max_pool_places", _places), ("max_pool_gradient", _gra
 # ------------------------------------------------------------------------------------------- in joint graphs
 
 
-def keep_places(graph: fx.Graph, is_on_gpu: bool) -> None:
-    """Replaces the indices of max-pooling in a joint graph by places. Changes the graph in place.
+def keep_places(graph: fx.Graph, is_on_gpu: bool) -> list[fx.Node]:
+    """Replaces the indices of max-pooling in a joint graph by places, which it returns. Changes the graph in place.
 
     Indices stay if something else reads them, if windows are dilated or too large for a thread, and for dtypes that
     kernels do not have. On a CPU only images in channels_last get places, because vectors hold channels.
     """
+    found: list[fx.Node] = []
     for node in list(graph.nodes):
         gradient = _GRADIENTS.get(node.target)
         if gradient is None:
@@ -108,6 +108,7 @@ def keep_places(graph: fx.Graph, is_on_gpu: bool) -> None:
         said = sides, steps, around, ceil_mode
         with graph.inserting_before(node):
             places = _called(graph, torch.ops.fxfuse.max_pool_places.default, x, *said)
+        found.append(places)
         for user in users:
             value = user.meta["val"]
             with graph.inserting_before(user):
@@ -119,6 +120,7 @@ def keep_places(graph: fx.Graph, is_on_gpu: bool) -> None:
             user.replace_all_uses_with(made)
             graph.erase_node(user)
         graph.erase_node(indices)
+    return found
 
 
 _GRADIENTS: Final = {

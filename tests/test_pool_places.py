@@ -104,6 +104,17 @@ def test_a_step_keeps_places(name, contents, channels_last, gpu):
             assert not [name for name in program.calls if "pool" in name], program.code
 
 
+def test_no_mask_is_kept_of_a_relu_before_the_pooling(gpu):
+    """The backward of the normalisation reads what it can be computed from."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)).to(gpu)
+    fast, x = fxfuse.optimize(copy.deepcopy(model)), randn(2, 3, 8, 8).to(gpu)
+    for one, other in zip(calls_of(fast, x), step_of(model, x), strict=True):
+        torch.testing.assert_close(one, other)
+    for step in made(fast):
+        kept = [node.meta["val"] for node in step.joint.backward.graph.nodes if node.op == "placeholder"]
+        assert [value.dtype for value in kept if value.dtype != torch.float32] == [torch.uint8]
+
+
 IMAGES = [name for name, (size, *_) in POOLS.items() if len(size) == 2]
 
 
