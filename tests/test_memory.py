@@ -289,6 +289,39 @@ def test_memory_that_is_needed_when_lent_memory_is_gone_is_not_there_before():
     assert [(arena.begin, arena.size) for arena in arenas] == [(moments[0], 1 << 20), (moments[5], 64 << 20)]
 
 
+def peak_with(steps, lent, plan):
+    """The most bytes that are there at once, if lent memory is freed when nothing uses it any more."""
+    deaths = memory._deaths(lent, [arena for arena in plan.arenas if arena.lender is not None])
+    return max(at_once(steps, plan, lent, deaths)[0])
+
+
+def test_lent_memory_is_freed_where_torch_needs_more_than_the_results_do():
+    """As in attention's backward: results that are small, but live long, after what is lent; then torch's own."""
+    lent = {values.Slot("given", f"g{at}", index=at, first=at, last=at): 32 << 20 for at in range(4)}
+    small = [values.Slot("memory", f"v{at}", nbytes=20 << 20, first=4 + at, last=12) for at in range(4)]
+    made = [values.Slot("made", f"m{at}", first=8 + at, last=12) for at in range(4)]
+    steps = [values.Launch(None, [(slot, 0)]) for slot in (*lent, *small)]
+    for slot in made:
+        result = values.Value(slot, 0, (64 << 20,), (1,), torch.uint8, slot.name)
+        steps.append(values.Call(None, (), {}, result, False, True))
+    steps.append(values.Call(None, (), {}, None, False, True))
+    stays = memory.arenas_of(steps, small, lent)
+    assert [arena.lender is not None for arena in stays.arenas] == [True] * 4
+    assert peak_with(steps, lent, stays) == (4 * 32 + 4 * 64) << 20
+    freed = memory.arenas_of(steps, small, lent, frees=True)
+    assert [arena.lender for arena in freed.arenas] == [None]
+    assert peak_with(steps, lent, freed) == (4 * 20 + 4 * 64) << 20
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_freeing_lent_memory_never_raises_the_peak(seed):
+    generator = np.random.default_rng(seed)
+    steps, slots = drawn_steps(generator)
+    lent = {slot: nbytes // memory.UNIT * memory.UNIT for slot, nbytes in with_lent(generator, steps).items()}
+    stays, freed = (peak_with(steps, lent, memory.arenas_of(steps, slots, lent, frees)) for frees in (False, True))
+    assert freed <= stays
+
+
 def loops_reading(value, output, at=lambda index: index):
     body = loops.Body()
     index = [at(one) for one in loops.coordinates(output.shape)]

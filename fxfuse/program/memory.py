@@ -6,7 +6,7 @@ torch's own results would together raise the peak, the arena ends, and another b
 
 Kernels that follow each other are launched together, as a list, so what the first of them reads is there until the last
 one is launched. Where that raises the peak, the list ends earlier. Lent memory (values.py) is an arena, too, after its
-last read.
+last read. But it is freed instead where what torch allocates needs the memory more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ NOT_WORTH_A_CUT: Final = 0.02
 """The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
 NOT_WORTH_A_RELEASE: Final = 0.005
 """The same for giving lent memory back, which takes time and ends a list of launches."""
+FITTING: Final = 0.8
+"""The part of a piece of lent memory that a result must fill to be placed there, if loose ones keep too much alive."""
 WORTH_OF_A_CALL: Final = 0.005
 """The part of the peak that each further allocation or list of launches must save. It takes a microsecond or two."""
 MOST_ORDERS: Final = 8
@@ -143,25 +145,31 @@ class _Timeline:
 
 
 def arenas_of(
-    steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({})
-) -> Plan:
+    steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({}),
+    frees: bool = False,
+) -> Plan:  # fmt: skip
     """Arenas for the results `slots`, and where lists of launches end for them. Sets the offsets of these slots.
 
     Args:
         lent: given memory that results may take after its last use, and its sizes in bytes.
+        frees: whether lent memory may be freed. If so, results take less of it, or none, where that lowers the peak.
     """
     lent = {slot: nbytes // UNIT * UNIT for slot, nbytes in lent.items()}
-    blocks = blocks_of(steps, slots, lent)
-    borrowed, blocks = _borrowed(blocks, lent, len(steps))
-    timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
-    plan = _planned(blocks, timeline)
-    arenas = [*plan.arenas, *borrowed]
-    for number, arena in enumerate(arenas):
+    slots = list(slots)
+    found, ends, lowest = list[Arena](), frozenset[int](), math.inf
+    for fit in (0.0, FITTING, math.inf) if lent and frees else (0.0,):
+        borrowed, blocks = _borrowed(blocks_of(steps, slots, lent), lent, len(steps), fit)
+        timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
+        plan = _planned(blocks, timeline)
+        peak = max([SMALL, *_at_once(plan.arenas, timeline.others(timeline.moments(plan.ends)))])
+        if peak < lowest * (1 - NOT_WORTH_A_CUT):
+            found, ends, lowest = [*plan.arenas, *borrowed], plan.ends, peak
+    for number, arena in enumerate(found):
         arena.name = f"arena{number}"
         for block in arena.blocks:
             for slot in block.slots:
                 slot.offset = block.offset
-    return Plan(arenas, plan.ends)
+    return Plan(found, ends)
 
 
 def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
@@ -245,10 +253,15 @@ def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
     return Arena(blocks, begin=0, end=0, size=size, name="kept")
 
 
-def _borrowed(blocks: Iterable[Block], lent: Mapping[Slot, int], steps: int) -> tuple[list[Arena], list[Block]]:
+def _borrowed(
+    blocks: Iterable[Block], lent: Mapping[Slot, int], steps: int, fit: float
+) -> tuple[list[Arena], list[Block]]:
     """Places blocks in lent memory: the largest block first, each in the smallest piece of memory that has room.
 
     Returns the arenas that got blocks, and the blocks that found no room.
+
+    Args:
+        fit: the part of a piece that a block must fill, if it is not computed in the piece's own place.
     """
     left: list[Block] = []
     arenas: list[Arena] = []
@@ -261,7 +274,7 @@ def _borrowed(blocks: Iterable[Block], lent: Mapping[Slot, int], steps: int) -> 
     arenas.sort(key=lambda arena: arena.size)
     rest: list[Block] = []
     for block in sorted(left, key=lambda block: (-block.nbytes, block.first)):
-        for arena in arenas:
+        for arena in (arena for arena in arenas if block.nbytes >= fit * arena.size):
             offset = _free(block, [(other.offset, other) for other in arena.blocks if _meet(block, other)])
             if offset + block.nbytes <= arena.size:
                 block.offset = offset

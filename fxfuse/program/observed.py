@@ -70,9 +70,7 @@ class Operation:
 
 
 def is_for_its_effect(overload: Any) -> bool:
-    """Whether an operator gives and overwrites nothing: it is called for the error that it may raise, for example.
-
-    """
+    """Whether an operator gives and overwrites nothing: it is called for the error that it may raise, for example."""
     schema = overload._schema
     return not (schema.returns or schema.is_mutable) and overload is not CHECK_OF_KIND
 

@@ -191,7 +191,7 @@ class Writer:
                     table[slot] = None
         changed = {slot for step in self.steps for slot in written_by(step)}
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
-        plan = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
+        plan = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent, frees)
         self.arenas, self._ends = plan.arenas, plan.ends
         self._releases = releases(self.steps, self.arenas, lent) if frees else {}
         self.arena_size = max((arena.size for arena in self.arenas), default=0)
