@@ -10,6 +10,9 @@ end, too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import operator
 import threading
 from collections import Counter
@@ -101,7 +104,7 @@ def joint_of(
     graph, layouts = _laid_out(root, graph, laid_out)
     traced = Traced(root, graph, {laid_out[node]: value for node, value in values.items()}, attributes, tensors)
     try:
-        with _TRACING, torch.enable_grad():
+        with _TRACING, torch.enable_grad(), _draws_are_kept():
             device = device_of(tensors)
             taken_apart = decompositions("cpu" if device is None else device.type)
             joint = _traced_with_gradients()(
@@ -677,6 +680,34 @@ def _traced_with_gradients() -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_export_joint_simple  # takes a second to import
 
     return aot_export_joint_simple
+
+
+@contextlib.contextmanager
+def _draws_are_kept() -> Iterator[None]:
+    """A context in which fx removes no call that draws random numbers, even if nobody reads them.
+
+    Newer versions of torch remove none. If one were lost, all that is drawn afterwards would be other numbers than in
+    eager.
+    """
+    if "impure_random" in inspect.signature(fx.Node.is_impure).parameters:
+        yield
+        return
+    kept: set[Any] = fx.node._side_effectful_functions
+    new = _drawing() - kept
+    kept |= new
+    try:
+        yield
+    finally:
+        kept -= new
+
+
+@functools.cache
+def _drawing() -> frozenset[Any]:
+    """torch's operators that draw random numbers."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    parts = (name.partition(".") for name in names)
+    found = (getattr(getattr(_aten, packet, None), overload or "default", None) for packet, _, overload in parts)
+    return frozenset(one for one in found if torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()))
 
 
 def _with_effects() -> Any:
