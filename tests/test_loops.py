@@ -124,6 +124,17 @@ def test_quotients_of_integers_and_of_truth_values(any_device):
     assert not {"div.Tensor", "truediv", "div"} & made.calls.keys(), made.calls
 
 
+def test_numbers_of_dtypes_that_kernels_do_not_have(any_device):
+    """Filling takes one number, whatever the dtype of what is filled."""
+
+    def forward(m, x):
+        turned = torch.complex(x, x * 2)
+        filled = torch.full_like(turned, 2) + torch.zeros_like(turned)
+        return m.fc(x).relu() * 2 + 1, filled * turned
+
+    assert checked(Net(forward, fc=linear()), any_device, 4, 8, exact=False).launches
+
+
 def test_a_view_that_begins_before_its_tensor(any_device):
     model = Net(lambda m, x: (m.fc(x) * 2).tanh() + x.as_strided((8, 8), (8, 1), 0) * x, fc=linear()).to(any_device)
     fast = fxfuse.optimize(copy.deepcopy(model))

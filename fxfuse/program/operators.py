@@ -25,6 +25,7 @@ from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
     INTEGER,
     LARGEST,
+    MOVED,
     NARROW,
     Body,
     Inexact,
@@ -233,6 +234,8 @@ def _loops_of_epilogue(
 def _is_possible(loops: Loops) -> bool:
     """Whether a kernel can compute these loops as torch does."""
     output, place = loops.output, loops.place()
+    if output.dtype not in MOVED:
+        return False
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
         return False  # it would read elements that it has overwritten
     largest = max([math.prod(output.shape), *(read.index.range[1] for read in loops.reads)])
