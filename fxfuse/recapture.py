@@ -412,16 +412,17 @@ def _copied(args: Sequence[Any], kwargs: Mapping[str, Any], by: float = 0.0) -> 
 def _apart(expected: Any, made: Any) -> float:
     """The largest distance of a graph's results from eager's, as a multiple of `FURTHEST`.
 
-    A graph's results are in another order than eager's. So each of eager's is compared with all of the same shape and
-    dtype, and the nearest counts.
+    A graph's results are in another order than eager's. So each of eager's is compared with all of the same shape,
+    dtype and device, and the nearest counts.
     """
     from fxfuse.verify import leaves_of
 
     found = [leaf for leaf in leaves_of(made) if isinstance(leaf, torch.Tensor)]
     worst = 0.0
     for want in leaves_of(expected):
-        if isinstance(want, torch.Tensor) and want.dtype in FURTHEST:
-            alike = [have for have in found if (have.shape, have.dtype) == (want.shape, want.dtype)]
+        if isinstance(want, torch.Tensor) and want.dtype in FURTHEST and not want.is_meta:
+            kind = want.shape, want.dtype, want.device
+            alike = [have for have in found if (have.shape, have.dtype, have.device) == kind]
             apart = min((distance(want, have) for have in alike), default=0.0)
             worst = max(worst, apart / FURTHEST[want.dtype][want.is_cuda])
     return worst

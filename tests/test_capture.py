@@ -1200,6 +1200,27 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert len(recapture.graphs) == 1 and recapture.reason is None
 
 
+def test_results_on_another_device_are_not_compared_with_arguments():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.first(x.view(*x.shape[:-1], -1) if x.shape[0] > 1 else x).relu() * 2
+            return y, torch.ones_like(x, device="meta")
+
+    model, x = Model().eval(), randn(4, 8)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(5):
+            result, other = fast(x)
+            torch.testing.assert_close(result, model(x)[0])
+            assert other.is_meta and other.shape == x.shape
+    skip_if_python(fast)
+    assert len(state_of(fast).recapture.graphs) == 1
+
+
 @pytest.mark.parametrize("example", [False, True], ids=["the third call", "an example"])
 def test_graphs_that_fail_where_eager_does_not(example):
     """torch (2.13) gives masked_select of fewer dimensions than the mask's a size that is too small."""
