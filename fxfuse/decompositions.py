@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import no_python_dispatcher
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -145,7 +146,9 @@ def _batch_norm(
     counted = [
         before * (1 - momentum) + now * momentum for before, now in ((running_mean, mean), (running_variance, unbiased))
     ]
-    return made.to(x.dtype), mean, scale, *counted
+    # as eager's lies: a dropout that follows draws in the order of memory
+    result = made.to(x.dtype).contiguous(memory_format=suggest_memory_format(x))
+    return result, mean, scale, *counted
 
 
 def _batch_norm_backward(

@@ -2517,3 +2517,27 @@ def test_gradients_that_are_zeros_without_memory(dtype):
         x = randn(4, 8, seed=seed).to(dtype).requires_grad_()
         for have, want in zip(step_of(fast, x), step_of(model, x), strict=True):
             torch.testing.assert_close(have, want)
+
+
+TRANSPOSED = {
+    "series": (nn.BatchNorm1d, (2, 5, 6), (1, 2)),
+    "images": (nn.BatchNorm2d, (2, 4, 5, 6), (1, 3)),
+    "volumes": (nn.BatchNorm3d, (2, 4, 5, 3, 6), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_dropout_behind_a_normalisation_of_transposed_values_draws_in_eagers_order(name):
+    """Eager normalises into contiguous memory."""
+    norm, shape, dims = TRANSPOSED[name]
+    model = Net(lambda m, x: F.dropout(m.norm(x.transpose(*dims)) * 2, 0.4), norm=norm(6))
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for seed in range(4):
+        x = randn(*shape, seed=seed)
+        found = []
+        for each in (fast, model):
+            torch.manual_seed(seed)
+            found.append(step_of(each, x))
+        for have, want in zip(*found, strict=True):
+            torch.testing.assert_close(have, want)
+    made(fast)
