@@ -223,18 +223,21 @@ class _Effect:
 
     overload: Any
     leaves: Sequence[Any]
-    """Of its arguments; `_Effect` stands for a tensor."""
+    """Of its arguments; `_TENSOR` stands for a tensor."""
     structure: Any
 
     @property
     def takes(self) -> int:
         """The number of its tensors."""
-        return sum(leaf is _Effect for leaf in self.leaves)
+        return sum(leaf is _TENSOR for leaf in self.leaves)
 
     def arguments(self, tensors: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Its arguments, and those with keywords, with the next of `tensors` in place of its own."""
-        leaves = [next(tensors) if leaf is _Effect else leaf for leaf in self.leaves]
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.structure)  # type: ignore[no-any-return]
+
+
+_TENSOR: Final = object()
 
 
 class _WithoutEffects(DispatchMode):
@@ -247,12 +250,15 @@ class _WithoutEffects(DispatchMode):
         """Those of all of them, in their order."""
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not observed.is_for_its_effect(func):
+            return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        if not (observed.is_for_its_effect(func) and all(isinstance(leaf, torch.Tensor | _PLAIN) for leaf in leaves)):
+        if not all(isinstance(leaf, torch.Tensor | _PLAIN) for leaf in leaves):
             return func(*args, **kwargs)
         self.tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        marked = [_Effect if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.effects.append(_Effect(func, marked, structure))
+        self.effects.append(
+            _Effect(func, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+        )
         return None
 
 
@@ -320,12 +326,13 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     if any(node.target is _with_effects() for node in joint.graph.nodes):
         raise Refused("an operation of its backward does more than to give a result")
     count = traced.results + len(traced.buffers)
-    read = count + sum(effect.takes for effect in traced.effects)
-    _add_results(joint.graph, read, places)
+    with_effects = count + sum(effect.takes for effect in traced.effects)
+    _add_results(joint.graph, with_effects, places)
+    every = with_effects + len(places)
     drawn = sum(map(draws, joint.graph.nodes))
     if traced.differentiable:
         with checkpoints.drawing_nothing(joint.graph):
-            forward, backward = partition()(joint, None, num_fwd_outputs=read + len(places))
+            forward, backward = partition()(joint, None, num_fwd_outputs=every)
     else:
         forward, backward = joint, _nothing(len(tensors))
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch has joined equal ones
@@ -333,7 +340,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
     outputs = list(end.args[0])
-    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[read + len(places) :]
+    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[every:]
     if not all(isinstance(node, fx.Node) for node in outputs):
         raise Refused("it keeps something for its backward that is no tensor")
     if len({*results, *primals}) < len(results) + len(primals):
@@ -345,7 +352,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     if any(node in decided for node in (*results, *saved)):
         raise Refused("a buffer that it changes decides what it computes")
     with forward.graph.inserting_before(end):
-        of_effects = iter(outputs[count:read])
+        of_effects = iter(outputs[count:with_effects])
         for effect in traced.effects:
             forward.graph.call_function(effect.overload, *effect.arguments(of_effects))
         for buffer, node in changed.items():

@@ -15,7 +15,7 @@ import torch
 from fxfuse.expression import Call, Const, Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Index, variable
-from fxfuse.program.loops import Body, Position, Rule, Unknown, coordinates, from_the_left, row_variable
+from fxfuse.program.loops import Body, Position, Rule, Unknown, coordinates, row_variable
 from fxfuse.program.values import Value
 
 LONGEST: Final = 2**15
@@ -93,7 +93,7 @@ def _row_along(x: Any, dims: Any, at: Sequence[Index]) -> _Row:
     if not isinstance(x, Value) or not x.shape:
         raise Unknown
     rank = len(x.shape)
-    chosen = sorted({from_the_left(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or range(rank))})
+    chosen = sorted({dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))})
     sizes = [x.shape[dim] for dim in chosen]
 
     def place(along: Index) -> list[Index]:
@@ -114,9 +114,7 @@ def _kept(x: Any, given: Mapping[str, Any], result: Value) -> list[Index]:
     if len(result.shape) == len(x.shape):
         return at
     dims = given.get("dim")
-    gone = {
-        from_the_left(dim, len(x.shape)) for dim in ([dims] if isinstance(dims, int) else dims or range(len(x.shape)))
-    }
+    gone = {dim % len(x.shape) for dim in ([dims] if isinstance(dims, int) else dims or range(len(x.shape)))}
     rest = iter(at)
     return [Index() if dim in gone else next(rest) for dim in range(len(x.shape))]
 
