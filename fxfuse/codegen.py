@@ -64,8 +64,7 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal
                 name = f"v{len(lines)}"
                 reads_floats = any(kind_of(arg) in ("float", "double") for arg in args)
                 if reads_floats or kind_of(node) == "float":
-                    others = _INTEGERS if reads_floats else (*_INTEGERS, "bool")  # a bool beside a float becomes one
-                    values = [_as_float(arg, text[arg]) if kind_of(arg) in others else text[arg] for arg in args]
+                    values = [_as_float(arg, text[arg], kind_of(arg), reads_floats) for arg in args]
                 else:
                     values = [_as_integer(arg, text[arg], kind_of(arg)) for arg in args]
                 temporaries, code = ops.expand_code(ops.row(op), values, name)
@@ -85,9 +84,12 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal
 _INTEGERS: Final = ("int32_t", "int64_t")
 
 
-def _as_float(node: Expr, text: str) -> str:
-    is_literal = isinstance(node, Const) and not isinstance(node.value, bool)
-    return text if is_literal else f"static_cast<float>({text})"
+def _as_float(node: Expr, text: str, kind: str, beside_float: bool) -> str:
+    if kind in _INTEGERS:
+        return text if isinstance(node, Const) else f"static_cast<float>({text})"  # a literal is a float
+    if kind == "bool" and not beside_float:  # beside a float it becomes one anyway
+        return f"static_cast<float>(+{text})"  # by an int: g++ would make a branch of the conversion, and no vectors
+    return text
 
 
 def _as_integer(node: Expr, text: str, kind: str) -> str:
