@@ -53,7 +53,7 @@ def a_mask_of_numbers(m, x):
 
 
 def without_dimensions(m, x):
-    y, index = m.fc(x)[0, 0] * 2 + 1, torch.zeros(1, dtype=torch.int64)
+    y, index = m.fc(x)[0, 0] * 2 + 1, (x[:1, 0] * 0).long()
     found = y.index_select(0, index).gather(0, index) + y.gather(0, index) + y.gather(0, index[0]) + y.flip(())
     found = found + x[0].gather(0, index[0]) + x[0].index_select(0, index[0]) + y.sum(0, keepdim=True)
     return found.index_copy(0, index[0], y * 3), y.index_copy(0, index, y * 3) + y.cumsum(0)
