@@ -323,12 +323,13 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     places = keep_places(joint.graph, is_on_gpu)
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
-    if any(node.target is _with_effects() for node in joint.graph.nodes):
+    ordered = _in_an_order()
+    if any(node.target is ordered for node in joint.graph.nodes):
         raise Refused("an operation of its backward does more than to give a result")
     count = traced.results + len(traced.buffers)
-    with_effects = count + sum(effect.takes for effect in traced.effects)
-    _add_results(joint.graph, with_effects, places)
-    every = with_effects + len(places)
+    behind_effects = count + sum(effect.takes for effect in traced.effects)
+    _add_results(joint.graph, behind_effects, places)
+    every = behind_effects + len(places)
     drawn = sum(map(draws, joint.graph.nodes))
     if traced.differentiable:
         with checkpoints.drawing_nothing(joint.graph):
@@ -352,7 +353,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     if any(node in decided for node in (*results, *saved)):
         raise Refused("a buffer that it changes decides what it computes")
     with forward.graph.inserting_before(end):
-        of_effects = iter(outputs[count:with_effects])
+        of_effects = iter(outputs[count:behind_effects])
         for effect in traced.effects:
             forward.graph.call_function(effect.overload, *effect.arguments(of_effects))
         for buffer, node in changed.items():
@@ -406,9 +407,9 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
 def _add_results(joint: fx.Graph, at: int, nodes: Sequence[fx.Node]) -> None:
     """Makes nodes results of the forward, from position `at` on, in a joint graph.
 
-    torch's partitioner takes what else only the backward reads for work of the backward. If no pointwise kernel can do
-    such work, what it reads is never computed again: a mask of the relu before a pooling would be kept, although the
-    backward reads what the relu was computed from anyway.
+    To torch's partitioner, a node that only the backward reads is work of the backward. What such a node reads is never
+    computed again, unless the node is pointwise. So the relu before a pooling would not be, and its mask would be kept,
+    although the backward has what both can be computed from.
     """
     (end,) = (node for node in joint.nodes if node.op == "output")
     outputs = list(end.args[0])
@@ -536,8 +537,8 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     dropout that drops nothing makes one. Removed are also views that change no shape or undo another view, and aliases.
     A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
     become numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed
-    at once: a program reads a tensor's memory as its values. Checks of a tensor's kind have been made by the trace, and
-    some of them (2.13's, of zeros without memory) hold for nothing but its own numbers.
+    at once: a program reads a tensor's memory as its values. Checks of a tensor's dtype and sizes are removed: they
+    were made in the trace, and those that torch 2.13 makes of zeros without memory fail when they are run.
     """
     for node in list(graph.nodes):
         if node.target is observed.CHECK_OF_KIND:
@@ -717,8 +718,8 @@ def _drawing() -> frozenset[Any]:
     return frozenset(one for one in found if torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()))
 
 
-def _with_effects() -> Any:
-    """The operator that newer versions of torch trace for operators whose order matters."""
+def _in_an_order() -> Any:
+    """The operator that newer versions of torch trace in place of others whose order matters."""
     from torch._higher_order_ops.effects import with_effects
 
     return with_effects

@@ -256,7 +256,7 @@ class Recapture:
             with progress.steps("capture", 1, type(root).__name__):
                 return run(*args, **kwargs)
         made: list[Any] = []
-        failure: Exception | None = None
+        failure: str | None = None
         _capturing.made = made
         try:
             with progress.steps("capture", 1, type(root).__name__), unchanged(root, gradients=torch.is_grad_enabled()):
@@ -268,7 +268,7 @@ class Recapture:
                 except Exception as error:  # whatever an operation raises
                     if _is_dynamos(error):
                         raise
-                    failure = error
+                    failure = str(error)  # its traceback would keep the copies alive
                 is_random = draws.any()
         finally:
             _capturing.made = None

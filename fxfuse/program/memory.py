@@ -161,7 +161,7 @@ def arenas_of(
         borrowed, blocks = _borrowed(blocks_of(steps, slots, lent), lent, len(steps), fit)
         timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
         plan = _planned(blocks, timeline)
-        peak = max([SMALL, *_at_once(plan.arenas, timeline.others(timeline.moments(plan.ends)))])
+        peak = _peak(plan, timeline)
         if peak < lowest * (1 - NOT_WORTH_A_CUT):
             found, ends, lowest = [*plan.arenas, *borrowed], plan.ends, peak
     for number, arena in enumerate(found):
@@ -189,9 +189,14 @@ def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
 
 
 def _placed_peak(plan: Plan, timeline: _Timeline) -> int:
-    """Places all blocks of a plan. Returns the most bytes that are there at once, at least `SMALL`."""
+    """Places all blocks of a plan. Returns its peak."""
     for arena in plan.arenas:
         arena.place()
+    return _peak(plan, timeline)
+
+
+def _peak(plan: Plan, timeline: _Timeline) -> int:
+    """The most bytes that are there at once, at least `SMALL`."""
     return max([SMALL, *_at_once(plan.arenas, timeline.others(timeline.moments(plan.ends)))])
 
 
