@@ -43,16 +43,20 @@ _ROWS: Final = (
 class KeptForAutograd(TorchFunctionMode):
     """Lets autograd see operators whole that torch's trace would take apart before autograd.
 
-    Softshrink's parts multiply by 0. So its gradient would be NaN where the arriving gradient is NaN or infinite.
-    Eager's is 0 there.
+    - Softshrink's parts multiply by 0. So its gradient would be NaN where the arriving gradient is NaN or infinite.
+      Eager's is 0 there.
+    - The parts of multilabel_margin_loss add up more than the loss where a row has fewer targets than classes, in torch
+      2.3 to 2.13.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with no_python_dispatcher() if function in _SOFTSHRINKS else contextlib.nullcontext():
+        with no_python_dispatcher() if function in _KEPT else contextlib.nullcontext():
             return function(*args, **(kwargs or {}))
 
 
-_SOFTSHRINKS: Final = (F.softshrink, _aten.softshrink.default)
+_KEPT: Final = (
+    F.softshrink, _aten.softshrink.default, F.multilabel_margin_loss, _aten.multilabel_margin_loss.default,
+)  # fmt: skip
 
 
 @functools.cache

@@ -122,7 +122,7 @@ class Training:
         )  # fmt: skip
 
     @uncollected()
-    def _made(self, bound: Bound, returned: Returned) -> TrainingStep | None:
+    def _made(self, bound: Bound, returned: list[Returned | None]) -> TrainingStep | None:
         """A new step for calls of this kind. If there can be none, None, and `reason` says why."""
         tensors, binding = bound.tensors, self._binding
         device = device_of(tensors)
@@ -172,14 +172,14 @@ def _is_intercepted() -> bool:
     )
 
 
-def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:
-    """The strides and the memory of each result of a call with these tensors."""
+def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> list[Returned | None]:
+    """What a call with these tensors returned. None for a result that is no tensor."""
     numbers: dict[int, int] = {each.untyped_storage()._cdata: GIVEN for each in tensors if _is_strided(each)}
-    found: Returned = []
+    found: list[Returned | None] = []
     for leaf in pytree.tree_leaves(result):
         if _is_strided(leaf):
             number = numbers.setdefault(leaf.untyped_storage()._cdata, len(numbers))
-            found.append((leaf.stride(), number))
+            found.append(Returned(tuple(leaf.shape), leaf.dtype, leaf.stride(), number))
         else:
             found.append(None)
     return found

@@ -21,7 +21,7 @@ from torch import nn
 from fxfuse import functional, plans, stream_capture
 from fxfuse.errors import FxfuseError
 from fxfuse.guard import Guard, beginning
-from fxfuse.joint import Joint
+from fxfuse.joint import Joint, results_of
 from fxfuse.program import switches_of
 from fxfuse.program.binding import Bound
 from fxfuse.program.values import Lent, Refused, device_of
@@ -32,26 +32,35 @@ from fxfuse.step_graphs import Flight, StepGraphs, graph_is_kept
 logger = logging.getLogger("fxfuse")
 
 
-Returned: TypeAlias = list[tuple[tuple[int, ...], int] | None]
-"""For each result of a graph: its strides, and a number for its memory; None for a result that is no tensor."""
 GIVEN: Final = -1
-"""The number of memory that the graph was given."""
+"""The number of memory that a graph was given."""
+
+
+class Returned(NamedTuple):
+    """A tensor that a graph returned."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    memory: int
+    """A number for its memory, the same for results that share it."""
 
 
 class TrainingStep:
     """Runs the forward and the backward of one kind of call that needs gradients."""
 
     def __init__(
-        self, joint: Joint, fused: Callable[..., nn.Module], bound: Bound, returned: Returned,
+        self, joint: Joint, fused: Callable[..., nn.Module], bound: Bound, returned: Sequence[Returned | None],
         tables: Sequence[dict[Any, Any]], cuda_graphs: bool = False,
     ) -> None:  # fmt: skip
-        """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
+        """Raises Refused if the results of the graph share memory or are not as traced, or if the memory that it
+        changes is shared.
 
         Args:
             fused: makes a module, with its regions fused, of a graph module. Its second argument, which may be left
                 out, are the positions of results that may share an allocation.
             bound: a call of this kind.
-            returned: what the graph itself returned in a call of this kind.
+            returned: what the graph itself returned in a call of this kind. None for a result that is no tensor.
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
             cuda_graphs: whether the forward and the backward are to be CUDA graphs.
         """
@@ -65,11 +74,14 @@ class TrainingStep:
         places = joint.reference.places
         pairs = zip(places, returned, strict=True)
         own = {result: item for (kind, result), item in pairs if kind == "result" and item is not None}
-        if len({memory for _, memory in own.values()} - {GIVEN}) < len(own):
+        if len({item.memory for item in own.values()} - {GIVEN}) < len(own):
             raise Refused("its results share memory with each other, or with what it was given")
+        for number, node in enumerate(results_of(joint.forward.graph)[: joint.results]):
+            if (own[number].shape, own[number].dtype) != (node.meta["val"].shape, node.meta["val"].dtype):
+                raise Refused(f"torch's trace gives result {number} another shape or dtype than the operators do")
         if not self._changes_alone(bound.tensors):
             raise Refused("what it changes shares memory with something else that it was given")
-        self._strides = [own[result][0] for result in range(joint.results)]
+        self._strides = [own[result].strides for result in range(joint.results)]
         device = device_of(bound.tensors)
         assert device is not None, "others have no step"
         self.device = device

@@ -367,6 +367,24 @@ def test_gradients_that_are_not_finite_arrive_as_in_eager(name):
     assert len(made(fast)) == 1
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_a_rows_targets_end_at_minus_one(rows, reduction):
+    """torch's decomposition of this loss counts too much where fewer targets than classes are given."""
+    model = Net2(lambda m, x, target: F.multilabel_margin_loss(x * 0.5, target, reduction=reduction) * 2)
+    fast = fxfuse.optimize(model)
+    target = torch.tensor([3, 0, -1, 2, 1, -1, 5]).expand(*rows, 7)
+    for seed in range(3):
+        x = randn(*rows, 7, seed=seed).requires_grad_()
+        results = [call(x, target) for call in (fast, model)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), x) for result in results))
+    if not rows and reduction == "none":  # a scalar; torch's trace has a vector of one
+        assert "another shape" in refused(fast)
+    else:
+        assert len(made(fast)) == 1
+
+
 TIES = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,
