@@ -16,7 +16,7 @@ import inspect
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
-from fxfuse import checkpoints
+from fxfuse import checkpoints, made_again
 from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.decompositions import KeptForAutograd, decompositions
 from fxfuse.dispatch_mode import DispatchMode
@@ -358,12 +358,14 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
             forward.graph.call_function(effect.overload, *effect.arguments(of_effects))
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
-    _make_views_again(forward, backward, {*primals, *results})
+    made_again.copies(forward.graph, backward.graph, {*primals} - changed.keys())
+    made_again.views(forward.graph, backward.graph, {*primals, *results})
     _compute_early(forward.graph, [*results, *becoming])
     taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
     names = {node.name for node in taken}
     more = [node for node in forward.graph.nodes if node.name in names and node not in (*results, *primals)]
     end.args = ((*results, *more),)
+    made_again.leave_out_unread(forward.graph)
     sources = {"given": primals, "result": results, "more": more}
     by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
     tangents = [node for node in taken if node.name.startswith("tangents_")]
@@ -484,50 +486,6 @@ def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
                     last.append(user)
                     last = user
                     made.append(user)
-
-
-def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
-    """Lets the backward take tensors that own memory instead of views of them, and make the views itself.
-
-    Where the base is an input or a result of the forward (`known`), autograd can then see if it is changed in the
-    meantime. Where the forward makes the base, one tensor then owns the memory, so it may be lent. Views that show only
-    a part of such a base stay as they are: the part may be all that is kept in memory.
-    """
-    own = {node.name: node for node in forward.graph.nodes}
-    taken = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    others = {node.name for node in backward.graph.nodes} - taken.keys()
-    found = {name: _views(own[name], known) for name in taken if name in own}
-    shown = Counter[fx.Node]()
-    for name, (base, _) in found.items():
-        shown[base] += own[name].meta["val"].numel()
-    for name, (node, views) in found.items():
-        is_whole = node in known or shown[node] >= node.meta["val"].numel()
-        if not views or not is_whole or node.name in others:  # others: the backward recomputes it
-            continue
-        placeholder = taken[name]
-        with backward.graph.inserting_before(placeholder):
-            if node.name not in taken:
-                taken[node.name] = backward.graph.create_node("placeholder", node.name, name=node.name)
-                taken[node.name].name = node.name  # fx gives no name twice, those of erased nodes included
-                taken[node.name].meta = dict(node.meta)
-        made = taken[node.name]
-        after = [one for one in backward.graph.nodes if one.op == "placeholder"][-1]
-        for view in views:
-            with backward.graph.inserting_after(after):
-                before: Any = view.args[0]
-                base = made
-                made = after = backward.graph.node_copy(view, lambda one: base if one is before else one)  # noqa: B023
-        placeholder.replace_all_uses_with(made)
-        backward.graph.erase_node(placeholder)
-
-
-def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-    """The base of a value, and the views that lead from the base to it."""
-    views: list[fx.Node] = []
-    while node not in known and is_view(node):
-        views.insert(0, node)
-        node = node.args[0]
-    return node, views
 
 
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
+from test_training import made, step_of
 from torch import nn
 
 import fxfuse
@@ -212,6 +213,40 @@ def test_what_is_convolved_is_a_volume_before_it_is():
 def test_volumes_convolved_in_groups_stay_as_they_are():
     fast = fxfuse.optimize(Net(chain, layers=volumes(4, 4, 4, 4, 4, groups=4)).eval())
     assert borders(fast) == (0, 0)
+
+
+def beside_a_stride(m, x):
+    """As in MobileOne's first block: what each pixel gives is added to what its neighbours give."""
+    for one, other, layer in zip(m.pixels, m.layers[::2], m.layers[1::2], strict=True):
+        x = F.relu(layer(F.relu(one(x) + other(x))))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("captured", "channels", "are_last"),
+    [(False, 3, False), (False, 15, False), (False, 16, True), (True, 3, False), (True, 15, False)],
+)
+def test_a_cpu_convolves_few_channels_of_pixels_with_a_stride_as_they_are(captured, channels, are_last):
+    """oneDNN writes beyond the memory of their filters' gradient in channels_last."""
+    torch._dynamo.reset()
+    sizes = [(channels, 16), (16, 16), (16, 16), (16, 16)]
+    layers = nn.ModuleList(nn.Conv2d(*size, 3, 2 - place % 2, 1) for place, size in enumerate(sizes))
+    pixels = nn.ModuleList([nn.Conv2d(channels, 16, 1, 2), nn.Conv2d(16, 16, 1, 2)])
+    model = Net(beside_a_stride, layers=layers, pixels=pixels)
+    fast = torch.compile(model, backend="fxfuse") if captured else fxfuse.optimize(model)
+    x = randn(2, channels, 18, 18)
+    for _ in range(3):
+        found = step_of(fast, x)
+    for one, other in zip(found, step_of(model, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    (step,) = made(*compiled_graphs(fast)) if captured else made(fast)
+    gradients = torch.ops.aten.convolution_backward.default
+    of_pixels = [
+        x.meta["val"].stride(1) == 1
+        for dy, x, weight, *_ in (node.args for node in step.joint.backward.graph.nodes if node.target is gradients)
+        if weight.meta["val"].shape[2:] == (1, 1)
+    ]
+    assert of_pixels == [True, are_last]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -117,7 +117,7 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
     if kind in _CONVOLUTION_MODULES:
         assert isinstance(module, nn.modules.conv._ConvNd)
         area, dimensions = _area(module.stride), len(module.stride) + 2
-        if _is_left(dimensions, module.groups):
+        if _is_left(dimensions, module.groups, None if module.transposed else module.weight, area):
             return None
         return Role(inputs, True, grows=area if module.transposed else 1 / area, channels=module.out_channels,
                     dimensions=dimensions)  # fmt: skip
@@ -161,20 +161,32 @@ def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     weight = known_tensor(root, _argument(node, 1, "weight"))
     dimensions = _CONVOLUTIONS[target]
     fused = target in (functional.conv2d, functional.conv3d)
-    if not isinstance(x, fx.Node) or _is_left(dimensions, _argument(node, 8 if fused else 6, "groups")):
-        return None
-    operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
-    stride = _argument(node, 5 if fused else 3, "stride")
+    groups, stride = _argument(node, 8 if fused else 6, "groups"), _argument(node, 5 if fused else 3, "stride")
     transposed = target in _TRANSPOSED
     area = _area(stride, dimensions - 2)
+    if not isinstance(x, fx.Node) or _is_left(dimensions, groups, None if transposed else weight, area):
+        return None
+    operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
     grows = area if transposed else 1 / area
     channels = None if weight is None or weight.dim() not in FORMATS or transposed else int(weight.shape[0])
     return Role((x, *operands), True, grows=grows * _pooled(node), channels=channels, dimensions=dimensions)
 
 
-def _is_left(dimensions: int, groups: Any) -> bool:
-    """Whether a convolution is left as it is: torch has kernels of its own for contiguous volumes in groups."""
-    return dimensions == 5 and groups not in (None, 1)
+def _is_left(dimensions: int, groups: Any, weight: torch.Tensor | None, area: float) -> bool:
+    """Whether a convolution is left as it is.
+
+    torch has kernels of its own for contiguous volumes in groups. On a CPU, oneDNN (3.3 to 3.12) writes beyond memory
+    when it computes the gradient of filters of one pixel with a stride, for fewer than 16 channels in channels_last.
+
+    Args:
+        weight: its filters, if they are known and it is not transposed.
+        area: the number of pixels that its stride takes one of.
+    """
+    if dimensions == 5:
+        return groups not in (None, 1)
+    if weight is None or weight.dim() != 4 or weight.device.type != "cpu" or area <= 1:
+        return False
+    return weight.shape[2:].numel() == 1 < weight.shape[1] < 16
 
 
 def _of_library(node: fx.Node, target: Any) -> Role | None:
