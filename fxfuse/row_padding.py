@@ -137,6 +137,13 @@ def is_view(node: fx.Node) -> bool:
     return first is not None and not first.is_write
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shows; any other value itself."""
+    while is_view(node):
+        (node,) = node.all_input_nodes
+    return node
+
+
 def _source(matrix: Any) -> fx.Node | None:
     """The node that a matrix is a view of, where the views keep rows whole; the matrix itself if it is no such view."""
     node = matrix

@@ -22,7 +22,8 @@ import torch
 from torch import distributed, fx, nn
 
 from fxfuse.joint import draws, results_of
-from fxfuse.row_padding import is_view
+from fxfuse.late_gradients import late
+from fxfuse.row_padding import base_of, is_view
 
 MOST: Final = 6
 """The most segments. Each is a graph of its own and takes the CPU some 50 us a step. With six, a sixth of all gradients
@@ -67,9 +68,9 @@ class Segment:
 
 
 def segments(
-    backward: fx.GraphModule, kept: int, given: Mapping[int, int], buckets: Buckets | None
+    backward: fx.GraphModule, kept: int, given: Mapping[int, int], freed: Iterable[int], buckets: Buckets | None
 ) -> tuple[Segment, ...]:
-    """A backward's segments, cut where buckets of gradients are complete.
+    """A backward's segments, cut where buckets of gradients are complete. A single one computes large gradients late.
 
     Who gets a gradient may at once change it, or the tensor that it is the gradient of. So no later segment reads
     either.
@@ -78,6 +79,7 @@ def segments(
         backward: a graph of torch's operators, none of them in place, with values as `meta["val"]`.
         kept: the number of its arguments that the forward has kept. Gradients of results follow these.
         given: the kept arguments that are tensors of the call: from an argument's position to the tensor's number.
+        freed: the positions of kept arguments that nothing but the backward needs.
         buckets: None for one segment.
     """
     arguments = [node for node in backward.graph.nodes if node.op == "placeholder"]
@@ -85,7 +87,7 @@ def segments(
     if buckets is not None:
         read = {number: arguments[at] for at, number in given.items()}
         uses = {
-            number: {use for of in (_memory(node), read.get(number)) if of is not None for use in _uses(of)}
+            number: {use for of in (base_of(node), read.get(number)) if of is not None for use in _uses(of)}
             for number, node in enumerate(gradients)
             if isinstance(node, fx.Node)
         }
@@ -95,16 +97,11 @@ def segments(
             return _cut(backward, groups, _parts(backward.graph, ends, kept), arguments[:kept])
     given_for = tuple(number for number, node in enumerate(gradients) if isinstance(node, fx.Node))
     nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
-    whole = fx.GraphModule(backward, _graph(arguments, nodes, [gradients[number] for number in given_for]))
+    wanted = [gradients[number] for number in given_for]
+    nodes = late(nodes, wanted, {arguments[at] for at in freed})
+    whole = fx.GraphModule(backward, _graph(arguments, nodes, wanted))
     names = tuple(node.name for node in arguments[kept:])
     return (Segment(whole, tuple(range(kept)), names, given_for, (), frozenset()),)
-
-
-def _memory(node: fx.Node) -> fx.Node:
-    """The base of a view; any other value itself."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:

@@ -86,7 +86,8 @@ class TrainingStep:
         assert device is not None, "others have no step"
         self.device = device
         of_kept = {at: number for at, (kind, number) in enumerate(joint.kept) if kind == "given"}
-        self.segments = segments(joint.backward, len(joint.kept), of_kept, buckets_now())
+        freed = [at for at, (kind, _) in enumerate(joint.kept) if kind == "more"]
+        self.segments = segments(joint.backward, len(joint.kept), of_kept, freed, buckets_now())
         self.forward = fused(joint.forward, [joint.results + number for number in joint.small])
         self.backwards = [fused(segment.graph) for segment in self.segments]
         begins = {"given": 0, "result": len(self._distinct), "more": len(self._distinct) + joint.results}
