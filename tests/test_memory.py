@@ -169,7 +169,7 @@ def test_lent_memory_is_let_go_of_after_its_last_use_and_where_that_matters(seed
         return here
 
     at_once = max(total({slot: step + 1 for slot, step in last.items()}))
-    assert max(total(when)) <= at_once * (1 + memory.NOT_WORTH_A_RELEASE) + memory.SMALL
+    assert max(total(when)) <= at_once * (1 + memory.WORTH) + memory.SMALL
     if max(total({})) <= at_once:
         assert not released
 

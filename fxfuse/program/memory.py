@@ -29,14 +29,11 @@ SMALL: Final = 1 << 20
 """Bytes. A peak below this is not worth a second arena."""
 MOST_CUTS: Final = 32
 """The most cuts of arenas in search of the least peak."""
-NOT_WORTH_A_CUT: Final = 0.02
-"""The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
-NOT_WORTH_A_RELEASE: Final = 0.005
-"""The same for giving lent memory back, which takes time and ends a list of launches."""
+WORTH: Final = 0.005
+"""The part of the peak that must be saved to justify a further allocation or list of launches, or giving lent memory
+back. Each takes a microsecond or two."""
 FITTING: Final = 0.8
 """The part of a piece of lent memory that a result must fill to be placed there, if loose ones keep too much alive."""
-WORTH_OF_A_CALL: Final = 0.005
-"""The part of the peak that each further allocation or list of launches must save. It takes a microsecond or two."""
 MOST_ORDERS: Final = 8
 """The most orders in which blocks are placed, from one first order."""
 NEAR: Final = 6
@@ -162,7 +159,7 @@ def arenas_of(
         timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
         plan = _planned(blocks, timeline)
         peak = _peak(plan, timeline)
-        if peak < lowest * (1 - NOT_WORTH_A_CUT):
+        if peak < lowest * (1 - WORTH):
             found, ends, lowest = [*plan.arenas, *borrowed], plan.ends, peak
     for number, arena in enumerate(found):
         arena.name = f"arena{number}"
@@ -177,12 +174,12 @@ def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
     whole = _with_few_arenas(_cut_where_it_saves(blocks, timeline, frozenset()), timeline, frozenset())
     peak = _placed_peak(whole, timeline)
     each = timeline.moments(timeline.joints)
-    if peak <= max(SMALL, _least(blocks, timeline.others(each), each) * (1 + NOT_WORTH_A_CUT)):
+    if peak <= max(SMALL, _least(blocks, timeline.others(each), each) * (1 + WORTH)):
         return whole
     finer = _with_ends(blocks, timeline)
     saved = 1 - _placed_peak(finer, timeline) / peak
     calls = len(finer.arenas) + len(finer.ends) - len(whole.arenas)
-    if saved > max(NOT_WORTH_A_CUT, calls * WORTH_OF_A_CALL):
+    if saved > max(1, calls) * WORTH:
         return finer
     _placed_peak(whole, timeline)  # again: the other plan has moved its blocks
     return whole
@@ -208,7 +205,7 @@ def _with_ends(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
     moments = timeline.moments(timeline.joints)
     others = timeline.others(moments)
     arenas = _cut_where_it_saves(blocks, timeline, timeline.joints)
-    peak = max([SMALL, *_at_once(arenas, others)]) * (1 + NOT_WORTH_A_CUT)
+    peak = max([SMALL, *_at_once(arenas, others)]) * (1 + WORTH)
     spans = [(arena, arena.first, arena.last) for arena in arenas]
     begins, ends_of_arenas = {first for _, first, _ in spans}, {last + 1 for *_, last in spans}
     before = [0, *others]
@@ -231,7 +228,7 @@ def _cut_where_it_saves(blocks: Sequence[Block], timeline: _Timeline, ends: Set[
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
         ways.append(cut)
     peaks = [max(_at_once(arenas, others), default=0) for arenas in ways]
-    enough = max(SMALL, min(peaks) * (1 + NOT_WORTH_A_CUT))
+    enough = max(SMALL, min(peaks) * (1 + WORTH))
     return ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
 
 
@@ -310,7 +307,7 @@ def releases(
         if arena.lender is None:
             for step in range(min(block.first for block in arena.blocks), arena.last + 1):
                 total[step] += arena.size
-    most = max([SMALL, *total]) * (1 + NOT_WORTH_A_RELEASE)
+    most = max([SMALL, *total]) * (1 + WORTH)
     found: dict[int, list[Slot]] = {}
     dead: list[Slot] = []
     by_death: dict[int, list[Slot]] = {}
