@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,6 +220,22 @@ def test_what_cannot_be_measured_is_computed_exactly_for_now(hindrance, library,
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     library.new_process()
     assert exactness.precision_of(CASES["conv2d"]) == "tf32" and library.asked == 1  # it is remembered
+
+
+def test_eager_is_measured_by_threads_that_end(library, monkeypatch):
+    """cuBLAS has memory for each thread that has called it, which the next one gets when that one has ended."""
+    measuring = []
+
+    def measure(problem):
+        assert not [thread for thread in measuring if thread.is_alive()]
+        measuring.append(threading.current_thread())
+        return 0.0, 0.0
+
+    monkeypatch.setattr(exactness, "_library_error", measure)
+    products = [problem("linear", (8, size), (8, size)) for size in range(1, 7)]
+    with ThreadPoolExecutor(6) as drafting:
+        assert set(drafting.map(exactness.precision_of, products)) == {"tf32x3"}
+    assert len(measuring) == 6 and not [thread for thread in measuring if thread.is_alive()]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000])

@@ -24,6 +24,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -152,7 +153,10 @@ def _measured(problem: Problem, key: str) -> Errors | None:
         return None
     with measuring:
         if key not in _of_eager:  # otherwise another thread has measured it meanwhile
-            errors = _library_error(problem)
+            # For each thread that calls it, cuBLAS takes memory (33 MB on Hopper), for good. A thread that ends leaves
+            # it to the next one. So the many threads that draft kernels do not call cuBLAS themselves.
+            with ThreadPoolExecutor(1) as alone:
+                errors = alone.submit(_library_error, problem).result()
             if errors is None:
                 return None
             _of_eager[key] = errors
