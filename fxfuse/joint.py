@@ -483,7 +483,8 @@ def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
             placed.add(one)
             for user in one.users:
                 if user in late and user not in made and placed.issuperset(user.all_input_nodes):
-                    last.append(user)
+                    if last.next is not user:  # else torch 2.3 warns
+                        last.append(user)
                     last = user
                     made.append(user)
 
