@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -31,15 +30,6 @@ WORTH: Final = 0.005
 """The part of the peak that computing a gradient late must save. It then reads from memory what was in a cache."""
 
 
-@dataclass(frozen=True)
-class _Late:
-    """A gradient that may be computed late."""
-
-    nbytes: int
-    nodes: frozenset[fx.Node]
-    """The nodes that nothing else needs."""
-
-
 def late(nodes: Sequence[fx.Node], gradients: Iterable[fx.Node], freed: Set[fx.Node]) -> list[fx.Node]:
     """The nodes of a backward in an order that takes less memory: some large gradients are computed last.
 
@@ -48,36 +38,33 @@ def late(nodes: Sequence[fx.Node], gradients: Iterable[fx.Node], freed: Set[fx.N
         gradients: those of the nodes that are the backward's results.
         freed: the arguments whose memory is freed after their last use.
     """
-    results = {node for node in gradients if node.op != "placeholder"}
-    candidates = sorted(
-        (each for node in results if _nbytes(node) >= SMALL and (each := _apart(nodes, node)) is not None),
-        key=lambda each: -each.nbytes,
-    )[:MOST]
+    results = dict.fromkeys(node for node in gradients if node.op != "placeholder")
+    large = sorted((node for node in results if _nbytes(node) >= SMALL), key=_nbytes, reverse=True)
+    candidates = list(itertools.islice(filter(None, (_apart(nodes, node) for node in large)), MOST))
     if not candidates:
         return list(nodes)
-    timeline = _Timeline(nodes, candidates, results, freed)
+    timeline = _Timeline(nodes, candidates, results.keys(), freed)
     order = list(nodes)
     peak, is_better = timeline.peak(order), True
     while is_better:
         is_better = False
         for each in candidates:
-            others = [node for node in order if node not in each.nodes]
-            changed = [*others, *(node for node in order if node in each.nodes)]
+            changed = sorted(order, key=each.__contains__)  # stable: the others keep their order
             lower = timeline.peak(changed)
             if lower < peak * (1 - WORTH):
                 order, peak, is_better = changed, lower, True
     return order
 
 
-def _apart(nodes: Sequence[fx.Node], gradient: fx.Node) -> _Late | None:
-    """A gradient with the nodes that nothing else needs; None if it cannot be computed alone."""
+def _apart(nodes: Sequence[fx.Node], gradient: fx.Node) -> Set[fx.Node]:
+    """A gradient and the nodes that nothing else needs; nothing if it cannot be computed alone."""
     if any(user.op != "output" for user in gradient.users):
-        return None
+        return set()
     own = {gradient}
     for node in reversed(nodes):
         if node.users and own.issuperset(node.users):
             own.add(node)
-    return None if any(map(draws, own)) else _Late(_nbytes(gradient), frozenset(own))
+    return set() if any(map(draws, own)) else own
 
 
 class _Timeline:
@@ -86,9 +73,13 @@ class _Timeline:
     """
 
     def __init__(
-        self, nodes: Sequence[fx.Node], candidates: Iterable[_Late], results: Set[fx.Node], freed: Set[fx.Node]
+        self, nodes: Sequence[fx.Node], candidates: Iterable[Set[fx.Node]], results: Set[fx.Node], freed: Set[fx.Node]
     ) -> None:
-        read = {one for each in candidates for node in each.nodes for one in node.all_input_nodes}
+        """
+        Args:
+            candidates: gradients that may be late, each with the nodes that nothing else needs.
+        """
+        read = {one for each in candidates for node in each for one in node.all_input_nodes}
         bases = {base_of(node) for node in (*freed, *results, *read)}
         self._sizes = {base: _nbytes(base) for base in bases if base in freed or base.op != "placeholder"}
         self._kept = [base for base in self._sizes if base in freed]
