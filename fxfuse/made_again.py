@@ -6,8 +6,9 @@ anyway: the tensors that the step is given, and the memory that views show.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 import torch
@@ -21,10 +22,10 @@ _COPIES: Final = frozenset({_aten.clone.default, _aten.flip.default})
 
 
 def copies(forward: fx.Graph, backward: fx.Graph, given: Set[fx.Node]) -> None:
-    """Lets the backward take given tensors instead of copies of them, and make the copies itself, where it reads them.
+    """Lets the backward take given tensors instead of copies that only it reads, and make these where it reads them.
 
-    Such copies are filters in channels_last, and filters turned round for the gradient of x. A copy takes little time,
-    and would be kept from the forward on.
+    Such copies are filters turned round for the gradient of x. They would be kept from the forward on. Copies that the
+    forward reads stay kept: eager keeps them, too, and who made one may then change what it is a copy of.
 
     Args:
         given: tensors that the forward is given and does not change.
@@ -32,10 +33,16 @@ def copies(forward: fx.Graph, backward: fx.Graph, given: Set[fx.Node]) -> None:
     own = {node.name: node for node in forward.nodes}
     for placeholder in [node for node in backward.nodes if node.op == "placeholder" and node.name in own]:
         base, made = _made_of(own[placeholder.name], given, _moves)
-        if placeholder.users and base in given and any(node.target in _COPIES for node in made):
+        if placeholder.users and base in given and any(node.target in _COPIES for node in made) and _is_unread(made):
             taken = _placeholder(backward, base, before=placeholder)
             first = next(node for node in backward.nodes if placeholder in node.all_input_nodes)
             _replace(backward, placeholder, taken, made, before=first)
+
+
+def _is_unread(made: Sequence[fx.Node]) -> bool:
+    """Whether nothing in the forward reads these steps, but for the views at their beginning."""
+    copied = itertools.dropwhile(is_view, made)
+    return all(user.op == "output" or user in made for node in copied for user in node.users)
 
 
 def views(forward: fx.Graph, backward: fx.Graph, known: Set[fx.Node]) -> None:
