@@ -492,19 +492,21 @@ def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Removes nodes that served the trace alone, and replaces others by simpler ones. Changes the graph in place.
 
-    Nothing is changed in place in this graph. So copies of buffers are removed, and others that no result shows: a
-    dropout that drops nothing makes one. Removed are also views that change no shape or undo another view, and aliases.
-    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
-    become numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed
-    at once: a program reads a tensor's memory as its values. Checks of a tensor's dtype and sizes are removed: they
-    were made in the trace, and those that torch 2.13 makes of zeros without memory fail when they are run.
+    Nothing is changed in place in this graph. So the copies of buffers that `Traced` makes are removed, and others that
+    no result shows: a dropout that drops nothing makes one. Removed are also views that change no shape or undo another
+    view, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors
+    of one number become numbers. Conversions whose results leave the graph name only the dtype. Conjugates and
+    negatives are computed at once: a program reads a tensor's memory as its values. Checks of a tensor's dtype and
+    sizes are removed: they were made in the trace, and those that torch 2.13 makes of zeros without memory fail when
+    they are run.
     """
+    of_trace = {next(iter(buffer.users)) for buffer in buffers if buffer.users}  # `Traced` makes them first
     for node in list(graph.nodes):
         if node.target is observed.CHECK_OF_KIND:
             graph.erase_node(node)
             continue
         copies = node.target is _aten.clone.default and not node.kwargs
-        copies = copies and (node.args[0] in buffers or _is_needless(node))
+        copies = copies and (node in of_trace or _is_needless(node))
         views = node.target is _aten._unsafe_view.default and _size(node) == _size(node.args[0])
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
@@ -529,10 +531,20 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
 
 def _is_needless(copy: fx.Node) -> bool:
-    """Whether a copy may be what it is a copy of: it has the same strides, and only its values are read."""
+    """Whether a copy may be what it is a copy of: it has the same strides, and only its values are read.
+
+    Not a copy of what the step is given: who calls it may change that before the backward, which reads the copy.
+    """
     before: Any = copy.args[0]
+    base = _behind_views(before)
     is_alike = copy.meta["val"].stride() == before.meta["val"].stride()
-    return is_alike and not _is_shown(copy)
+    return is_alike and base.op != "placeholder" and not _is_shown(copy)
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _is_shown(node: fx.Node) -> bool:

@@ -57,10 +57,13 @@ def _either_way(shape, groups):
 
 
 COPIES = {
+    "cloned": lambda m, x: m.linear(x.clone()),
+    "a view, cloned": lambda m, x: m.linear(x[0].clone()),
     "turned": lambda m, x: m.linear(x.flip(1)),
     "transposed": lambda m, x: m.linear(x.transpose(1, 3).contiguous()),
     "in channels_last": lambda m, x: m.conv(x.contiguous(memory_format=torch.channels_last)),
     "of a weight": lambda m, x: F.linear(x.tanh(), m.linear.weight.flip(0)),
+    "a weight, cloned": lambda m, x: F.linear(x.tanh(), m.linear.weight.clone()),
 }
 
 
@@ -75,7 +78,7 @@ def test_what_was_copied_may_change_before_the_backward(name):
         x = randn(2, 6, 6, 6, seed=1)
         result = each(x)
         with torch.no_grad():
-            (each.linear.weight if name == "of a weight" else x).mul_(2)
+            (each.linear.weight if "weight" in name else x).mul_(2)
         wanted = [each.conv.weight] if name == "in channels_last" else [each.linear.weight]
         gradients += torch.autograd.grad(result.square().sum(), wanted)
     torch.testing.assert_close(*gradients)
