@@ -332,11 +332,11 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     every = behind_effects + len(places)
     drawn = sum(map(draws, joint.graph.nodes))
     if traced.differentiable:
-        with checkpoints.drawing_nothing(joint.graph):
+        with checkpoints.drawing_nothing(joint.graph), _draws_stay_apart(joint.graph):
             forward, backward = partition()(joint, None, num_fwd_outputs=every)
     else:
         forward, backward = joint, _nothing(len(tensors))
-    if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch has joined equal ones
+    if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -678,6 +678,24 @@ def _draws_are_kept() -> Iterator[None]:
         yield
     finally:
         kept -= new
+
+
+@contextlib.contextmanager
+def _draws_stay_apart(graph: fx.Graph) -> Iterator[None]:
+    """A context in which torch's partitioner joins no equal calls of the graph that draw random numbers.
+
+    It knows only some of these operators. The caller holds the lock of traces.
+    """
+    from torch._functorch import compile_utils
+
+    known: list[Any] = getattr(compile_utils, "rand_ops", [])
+    new = {node.target.overloadpacket for node in graph.nodes if draws(node)}.difference(known)
+    known.extend(new)
+    try:
+        yield
+    finally:
+        for one in new:
+            known.remove(one)
 
 
 @functools.cache

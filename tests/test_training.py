@@ -1800,6 +1800,12 @@ def test_second_derivatives_are_differences(name):
 
 # --------------------------------------------------------------------------------------------------- dropout
 
+
+def twice_with(drawn):
+    """Makes a model that draws twice in the same way."""
+    return lambda: Net(lambda m, x: m.b(m.a(x).tanh() * drawn(x)).tanh() * drawn(x), a=linear(), b=linear())
+
+
 DROPPING = {
     "dropout": (with_dropout, (6, 8)),
     "in place": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5, inplace=True), nn.Tanh()), (6, 8)),
@@ -1808,6 +1814,10 @@ DROPPING = {
     "alpha dropout": (lambda: nn.Sequential(nn.Linear(8, 16), nn.SELU(), nn.AlphaDropout(0.2)), (6, 8)),
     "rand_like": (lambda: Net(lambda m, x: m.fc(x) * torch.rand_like(x), fc=linear()), (6, 8)),
     "all": (lambda: Net(lambda m, x: F.dropout(m.fc(x), 1.0) + x * torch.rand_like(x), fc=linear()), (6, 8)),
+    "uniform": (twice_with(lambda x: torch.zeros_like(x).uniform_()), (6, 8)),
+    "exponential": (twice_with(lambda x: torch.ones_like(x).exponential_()), (6, 8)),
+    "randn_like": (twice_with(torch.randn_like), (6, 8)),
+    "gumbel": (twice_with(lambda x: F.gumbel_softmax(x.detach())), (6, 8)),
     "attention": (
         lambda: Net(lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, x, dropout_p=0.3), fc=linear()), (2, 5, 8),
     ),
