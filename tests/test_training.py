@@ -24,6 +24,7 @@ from helpers import (
     outcome,
     randn,
     skip_if_absent,
+    skip_if_dynamo_refuses,
     skip_if_python,
 )
 from test_loops import GPUS, where_steps_are
@@ -1796,6 +1797,20 @@ def test_second_derivatives_are_differences(name):
     fast = warm(fxfuse.optimize(Net(lambda m, x: function(x))), x.requires_grad_())
     assert torch.autograd.gradgradcheck(fast, (x,), atol=1e-7, rtol=1e-6)
     assert len(made(fast)) == 1
+
+
+def test_a_function_that_is_allowed_in_graphs_is_traced():
+    def opaque(x):
+        return x.sin().cumsum(0) if x.shape[0] == 4 else x
+
+    torch.compiler.allow_in_graph(opaque)
+    model = Net(lambda m, x: m.b(opaque(m.a(x.view(*x.shape[:-1], -1)).relu())), a=linear(), b=linear())
+    fast, model, _ = triple(model)
+    x = randn(4, 8).requires_grad_()
+    for _ in range(4):
+        torch.testing.assert_close(step_of(fast, x), step_of(model, x))
+    skip_if_dynamo_refuses(model, x)
+    made(fast)
 
 
 # --------------------------------------------------------------------------------------------------- dropout

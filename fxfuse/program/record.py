@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -133,10 +134,17 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
                 continue
             if with_gradients and name == "_set_grad_enabled":
                 continue
-            if home not in _LIBRARIES or any(part in name for part in _SWITCHES):
+            known = home in _LIBRARIES or _is_allowed_in_graphs(target)
+            if not known or any(part in name for part in _SWITCHES):
                 raise Refused(f"'{name or target}' may do more than compute")
     if depth:
         raise Refused("a vmap begins and does not end")
+
+
+def _is_allowed_in_graphs(function: Any) -> bool:
+    """Whether a function was given to `torch.compiler.allow_in_graph`, as einx's are: it only computes."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    return rules is not None and bool(rules.is_callable_allowed(function))
 
 
 _aten: Final = torch.ops.aten
