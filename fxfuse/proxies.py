@@ -254,11 +254,20 @@ class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _asking_frame() -> FrameType:
-    """The frame that calls the caller. If that is torch.is_tensor, the frame that calls torch.is_tensor."""
+    """The frame that calls the caller. If that is a function of torch that asks for others, the frame that calls it."""
     frame = sys._getframe(2)
-    if frame.f_code is torch.is_tensor.__code__ and frame.f_back is not None:
-        return frame.f_back
+    while frame.f_code in _ASKING and frame.f_back is not None:
+        frame = frame.f_back
     return frame
+
+
+_ASKING: Final = frozenset(
+    asking.__code__
+    for asking in (
+        torch.is_tensor, torch.jit.isinstance, torch._jit_internal._isinstance, torch._jit_internal.container_checker,
+    )
+)  # fmt: skip
+"""torch's functions that ask for the class of an argument."""
 
 
 def _is_users(frame: FrameType) -> bool:
