@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import attention_modules, ops
-from fxfuse.errors import CaptureError
+from fxfuse.errors import CaptureError, first_line
 from fxfuse.functional import autocast_dtype
 from fxfuse.hooks import has_hooks, hooks_of
 from fxfuse.locks import free_in_children
@@ -575,7 +575,7 @@ def _where(error: BaseException) -> tuple[list[nn.Module], str]:
         if isinstance(owner, nn.Module) and not tracing:
             modules.append(owner)
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = first_line(error)
     if isinstance(error, fx.proxy.TraceError):
         message = message.partition(". ")[0]  # the rest explains what torch.fx is
     return modules, f"{line}: {message}" if line else message

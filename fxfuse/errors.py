@@ -41,3 +41,15 @@ class LaunchError(FxfuseError):
 
 class FxfuseWarning(UserWarning):
     """A region runs in torch although it was fused; the text says why and what helps."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of any error's message. The name of its class, if it has none, or if asking for it raises.
+
+    Asking raises where the message would show one of fx's proxies after its trace has ended, as a KeyError's does.
+    """
+    try:
+        message = str(error).strip()
+    except Exception:
+        message = ""
+    return message.partition("\n")[0] or type(error).__name__

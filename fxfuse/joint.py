@@ -29,6 +29,7 @@ from fxfuse import checkpoints, made_again
 from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.decompositions import KeptForAutograd, decompositions
 from fxfuse.dispatch_mode import DispatchMode
+from fxfuse.errors import first_line
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.masks import leave_out_masks
@@ -113,8 +114,7 @@ def joint_of(
     except Refused:
         raise
     except Exception as error:  # tracing any user's model can raise anything
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
-        raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
+        raise Refused(f"torch's AOTAutograd cannot trace it: {first_line(error)[:300]}") from error
     with _TRACING:
         return _parted(joint, traced, layouts, tensors)
 

@@ -23,7 +23,15 @@ import torch
 from fxfuse import ahead, build, dump, gated, packaged, progress, split, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.errors import (
+    BuildError,
+    ExpressionError,
+    FxfuseError,
+    FxfuseWarning,
+    ToolchainError,
+    UnsupportedError,
+    first_line,
+)
 from fxfuse.expression import Expr, operand_count
 from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.locks import free_in_children
@@ -295,7 +303,7 @@ def _run_instead(
     problem = _problem(region, key, x, weight, bias, operands)
     result = problem.reference(x, weight, bias, operands)
     _warn_once(problem, error)
-    assign(region, key, Plan(problem.reference, None, _first_line(error)))
+    assign(region, key, Plan(problem.reference, None, _said_of(error)))
     return result
 
 
@@ -668,7 +676,7 @@ def _instead(problem: Problem, strict: bool, error: Exception) -> Draft:
         finally:
             del error  # as in `_run_instead`
     _warn_once(problem, error)
-    return _reference_draft(problem, _first_line(error))
+    return _reference_draft(problem, _said_of(error))
 
 
 _NOT_OURS: Final = (ExpressionError, build.NotBuilt, torch.cuda.OutOfMemoryError)
@@ -680,9 +688,9 @@ def _is_ours(error: Exception) -> bool:
     return not isinstance(error, _NOT_OURS)
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of `error`'s text, for the report."""
-    text = (str(error).strip() or type(error).__name__).partition("\n")[0]
+def _said_of(error: Exception) -> str:
+    """What the report says of `error`."""
+    text = first_line(error)
     return text if isinstance(error, FxfuseError) else f"{type(error).__name__}: {text}"
 
 

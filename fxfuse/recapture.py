@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import checkpoints, ops, progress, stream_capture
+from fxfuse.errors import first_line
 from fxfuse.garbage import uncollected
 from fxfuse.hooks import hooks_of, keep_otherwise
 from fxfuse.locks import free_in_children
@@ -233,7 +234,7 @@ class Recapture:
             errors = torch._dynamo.exc  # a UserError: the model asks for a tensor's value
             is_final = isinstance(error, errors.Unsupported | errors.UserError)
             self._failures = FAILURES if is_final else self._failures + 1
-            self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.reason = first_line(error)
             if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are not used
                 self._graphs.clear()
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
@@ -268,7 +269,7 @@ class Recapture:
                 except Exception as error:  # whatever an operation raises
                     if _is_dynamos(error):
                         raise
-                    failure = str(error)  # its traceback would keep the copies alive
+                    failure = first_line(error)  # its traceback would keep the copies alive
                 is_random = draws.any()
         finally:
             _capturing.made = None

@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import build, checkpoints, functional, progress, recapture, stream_capture
-from fxfuse.errors import FxfuseWarning
+from fxfuse.errors import FxfuseWarning, first_line
 from fxfuse.garbage import uncollected
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
@@ -140,7 +140,7 @@ class Training:
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)
                 return None
             except Exception as error:
-                self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+                self.reason = first_line(error)
                 logger.warning("fxfuse: gradients come from torch", exc_info=error)
                 return None
             self._repeats.count_anew()

@@ -1095,6 +1095,17 @@ def test_what_runs_without_gradients_still_does():
     assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]  # the backbone by itself
 
 
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_table_by_dimensions_runs_as_python(with_gradients):
+    """The error asks the key for its text, which no trace gives any more. Layers of einops have such tables."""
+    model = Net(lambda m, x: m.fc(x) * {2: 1.0, 3: 2.0}[x.ndim], fc=linear())
+    with torch.set_grad_enabled(with_gradients):
+        fast = fxfuse.optimize(model)
+        assert_as_eager(model, fast, X)
+    (skipped,) = [each for each in fxfuse.explain(fast).skipped if "as Python" in each.reason]
+    assert "tests/test_capture.py" in skipped.reason
+
+
 def test_a_required_keyword_after_defaults_runs_as_python():
     class Model(nn.Module):
         def __init__(self):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.deploy import graphs, sizes
 from fxfuse.deploy.trees import Tree, flatten, leaves_like, unflatten
-from fxfuse.errors import PackageError
+from fxfuse.errors import PackageError, first_line
 from fxfuse.recapture import as_eager
 from fxfuse.state import called_unchanged, copied
 
@@ -315,9 +315,9 @@ def _exported(
         try:
             program = _export()(_ByName(model, signature), (example,), strict=False, dynamic_shapes=dynamic_shapes)
         except Exception as error:  # whatever torch.export and the model raise
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PackageError(
-                f"a package needs the model's graph, and torch.export cannot capture it for this call: {first_line}"
+                "a package needs the model's graph, and torch.export cannot capture it for this call: "
+                f"{first_line(error)}"
             ) from error
     module = program.module()
     tables = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)

@@ -33,7 +33,7 @@ from torch import fx, nn
 from fxfuse import ahead, build, functional, guard, recapture, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.errors import FxfuseError, LaunchError
+from fxfuse.errors import FxfuseError, LaunchError, first_line
 from fxfuse.garbage import uncollected
 from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
@@ -419,7 +419,7 @@ class Programs:
                 return _with_all_kernels(recorder, tensors, result)
             program = Program(recorder, tensors, bound.constants, self._leaves.tables, self.together)
         except Exception as error:
-            self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+            self.reason = first_line(error)
             logger.warning("fxfuse: no program is made", exc_info=error)
             return result
         if not program.launches and not self._pays and not any(tensor.is_cuda for tensor in tensors):

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import events, functional, plans
 from fxfuse.cuda import gpu
+from fxfuse.errors import first_line
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
 from fxfuse.long_rows import LONG_ROWS
@@ -287,7 +288,7 @@ class Recorder:
                 except Refused as refused:  # the remaining nodes run without being recorded
                     self.reason = str(refused)
                 except Exception as error:
-                    self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    self.reason = f"{type(error).__name__}: {first_line(error)}"
                     logger.warning("fxfuse: '%s' could not be noted in a program", node, exc_info=error)
             for used in itertools.chain.from_iterable(dying.get(node, ()) for node in nodes):
                 dead = env.pop(used)
