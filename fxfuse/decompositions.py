@@ -27,10 +27,11 @@ _aten: Final = torch.ops.aten
 
 _TAKEN_APART: Final = (
     "elu_backward", "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
-    "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "sigmoid_backward", "silu_backward",
-    "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward", "native_dropout_backward",
-    "select_backward", "slice_backward", "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
-    "binary_cross_entropy_backward", "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
+    "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "_prelu_kernel_backward", "sigmoid_backward",
+    "silu_backward", "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward",
+    "native_dropout_backward", "select_backward", "slice_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+    "huber_loss_backward", "binary_cross_entropy_backward", "nll_loss_forward", "nll_loss_backward", "addcmul",
+    "addcdiv", "detach", "t",
 )  # fmt: skip
 """Operators that torch's own decompositions make expressions of others."""
 _ROWS: Final = (

@@ -437,6 +437,8 @@ MOVES = {
     ).sin(),
     "folded with gaps": lambda x: F.fold(x.reshape(2, 64, 8)[:, :, :6], (7, 5), (2, 2), stride=(3, 3), padding=(1, 1)),
     "pooled to 4 x 8": lambda x: F.adaptive_avg_pool2d(x, (4, 8)) * 2,
+    "prelu": lambda x: F.prelu(x / x.sign(), x[0, 0, 0, :1]).flip(0),  # NaN where x is 0
+    "prelu along channels": lambda x: F.prelu(x, x[0, :, 0, 1]).sin(),
     "normalised by known numbers": lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 1].exp(), eps=0.1).sin(),
     "scaled and shifted channels": lambda x: F.batch_norm(
         x.to(memory_format=torch.channels_last), x[0, :, 0, 0], x[0, :, 0, 1].exp(), x[0, 0, 0], x[1, 0, 0]

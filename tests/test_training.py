@@ -285,6 +285,7 @@ KINKS = {
     "hardshrink": (F.hardshrink, [-0.5, 0.5, 0.0, 0.75, -0.75]),
     "softshrink": (F.softshrink, [-0.5, 0.5, 0.0, 0.75, -0.75]),
     "leaky_relu": (lambda x: F.leaky_relu(x, 0.25), [0.0, -0.0, NAN, 1.0, -1.0]),
+    "prelu": (lambda x: F.prelu(x, torch.full((1,), 0.25)), [0.0, -0.0, NAN, 1.0, -1.0]),
     "elu": (lambda x: F.elu(x, 0.5), [0.0, -0.0, 1.0]),
     "threshold": (lambda x: F.threshold(x, 0.5, 20.0), [0.5, NAN, 1.0, 0.0]),
     "maximum of itself": (lambda x: torch.maximum(x, x), [0.0, -0.0, NAN, 1.5]),
@@ -1719,6 +1720,8 @@ MORE = {
     "binary_cross_entropy_with_logits": (
         lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), [(3, 4), (3, 4)],
     ),
+    "prelu": (F.prelu, [(3, 4), (4,)]),
+    "prelu by one number": (F.prelu, [(3, 4), (1,)]),
     "mul": (lambda x, y: x * y, [(3, 4), (4,)]),
     "div": (lambda x, y: x / y.exp(), [(3, 4), (3, 1)]),
     "lerp": (lambda x, y, z: torch.lerp(x, y, z), [(3, 4), (3, 4), (3, 4)]),

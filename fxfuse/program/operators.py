@@ -437,6 +437,12 @@ def _glu(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return Call("mul", (body.read(x, at), Call("sigmoid", (body.read(x, gate),))))
 
 
+def _prelu(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    at = coordinates(result.shape)
+    x, weight = body.read(given["self"], at), body.read(given["weight"], at)
+    return Call("where", (Call("gt", (x, Const(0.0))), x, Call("mul", (weight, x))))
+
+
 def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at = given["self"], coordinates(result.shape)
     own = at[len(at) - len(x.shape) :]
@@ -862,6 +868,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.roll: _roll,
     _aten.flip: _flip,
     _aten.glu: _glu,
+    _aten._prelu_kernel: _prelu,
     _aten.repeat: _repeat,
     _aten.index_select: _index_select,
     _aten.embedding: _embedding,
