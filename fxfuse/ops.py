@@ -428,6 +428,14 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("sigmoid", torch.sigmoid, "sigmoid({0})", interval.increasing(0.0, 1.0), UNARY,
                 (nn.Sigmoid, torch.special.expit)),
     PointwiseOp("erf", torch.erf, "erf({0})", _unit, UNARY, (torch.special.erf,)),
+    # rounding
+    PointwiseOp("floor", torch.floor, "floor({0})", interval.increasing(), passing=True),
+    PointwiseOp("ceil", torch.ceil, "ceil({0})", interval.increasing(), passing=True),
+    PointwiseOp("trunc", torch.trunc, "trunc({0})", interval.increasing(), UNARY, ("fix",), passing=True),
+    PointwiseOp("round", torch.round, "round_half_to_even({0})", interval.increasing(), UNARY, (torch.special.round,),
+                passing=True),
+    PointwiseOp("sign", torch.sign, "{0} > 0.0f ? 1.0f : {0} < 0.0f ? -1.0f : 0.0f", _unit, passing=True),
+    Composite("frac", lambda x: call("sub", x, call("trunc", x))),
     # comparison and choice
     PointwiseOp("lt", operator.lt, "{0} < {1}", _truth, BINARY, ("less", operator.lt), boolean=True),
     PointwiseOp("le", operator.le, "{0} <= {1}", _truth, BINARY, ("less_equal", operator.le), boolean=True),
@@ -435,6 +443,9 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("ge", operator.ge, "{0} >= {1}", _truth, BINARY, ("greater_equal", operator.ge), boolean=True),
     PointwiseOp("eq", operator.eq, "{0} == {1}", _truth, BINARY, (operator.eq,), boolean=True),
     PointwiseOp("ne", operator.ne, "{0} != {1}", _truth, BINARY, ("not_equal", operator.ne), boolean=True),
+    PointwiseOp("isnan", torch.isnan, "{0} != {0}", _truth, boolean=True),
+    PointwiseOp("isinf", torch.isinf, "abs({0}) == infinity()", _truth, boolean=True),
+    PointwiseOp("isfinite", torch.isfinite, "abs({0}) < infinity()", _truth, boolean=True),
     PointwiseOp("logical_and", _logical(torch.logical_and), "({0} != 0) & ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_or", _logical(torch.logical_or), "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
@@ -631,6 +642,14 @@ def _overwriting_row(base: PointwiseOp) -> PointwiseOp:
 
     _overwriting[name] = replace(base, name=name, reference=reference, commutative=False, in_place_of=base.name)
     return _overwriting[name]
+
+
+def asks_for_overflow(node: Call) -> bool:
+    """Whether a node asks if its argument is infinite or NaN. In float16 that depends on how it was rounded."""
+    is_alike = node.args[0] == node.args[-1]
+    is_with_infinity = any(isinstance(arg, Const) and math.isinf(arg.value) for arg in node.args)
+    compares = node.op in ("eq", "ne", "lt", "le", "gt", "ge")
+    return node.op in ("isnan", "isinf", "isfinite") or (compares and (is_alike or is_with_infinity))
 
 
 def names() -> tuple[str, ...]:

@@ -656,14 +656,17 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
     if row.boolean:
         # logical operations read truth values only; numbers that are compared must fit float32
         logical = row.name.startswith("logical")
-        computed = torch.float32 if logical else torch.result_type(*values)
+        computed = torch.float32 if logical else torch.result_type(values[0], values[-1])
     else:
         computed = result.dtype
     if computed not in RESULT_DTYPES:
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
     if row.name in ("type_as", "assign"):
         return _cast_to(result.dtype, args[0], values[0].dtype)
-    return Call(row.in_place_of or row.name, tuple(args))
+    node = Call(row.in_place_of or row.name, tuple(args))
+    if torch.float16 in (computed, result.dtype) and ops.asks_for_overflow(node):
+        return Call(node.op, tuple(arg if isinstance(arg, Const) else Call("float16", (arg,)) for arg in args))
+    return node
 
 
 def _cast_to(dtype: torch.dtype, node: Expr, before: torch.dtype) -> Expr:

@@ -437,6 +437,11 @@ MOVES = {
     ).sin(),
     "folded with gaps": lambda x: F.fold(x.reshape(2, 64, 8)[:, :, :6], (7, 5), (2, 2), stride=(3, 3), padding=(1, 1)),
     "pooled to 4 x 8": lambda x: F.adaptive_avg_pool2d(x, (4, 8)) * 2,
+    "rounded": lambda x: (x.ceil() + x.floor().flip(0)) * 2 - x.trunc() + (x * 2).round() * x.sign() + torch.frac(x),
+    "questions for nan": lambda x: torch.where(torch.isnan(x / x.sign()) | ~torch.isfinite(x), 1.0, x).flip(0),
+    "questions for infinities": lambda x: torch.where(torch.isinf(1 / x.floor()), 1.0, x).flip(0),
+    "numbers for nan": lambda x: torch.nan_to_num(x / x.floor(), 3.0, None, -1.0).flip(0),
+    "truth values multiplied": lambda x: ((x > 0) * (x < 1) + (x > 2)).flip(0),
     "prelu": lambda x: F.prelu(x / x.sign(), x[0, 0, 0, :1]).flip(0),  # NaN where x is 0
     "prelu along channels": lambda x: F.prelu(x, x[0, :, 0, 1]).sin(),
     "normalised by known numbers": lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 1].exp(), eps=0.1).sin(),
@@ -527,6 +532,22 @@ def test_what_a_pass_overwrites_is_read_before(device):
         return torch.cat([after, before.roll(1, 0)])
 
     checked(Net(forward), device, 3, 4, 5)
+
+
+OVERFLOWING = {
+    "infinities": torch.isinf,
+    "what is finite": lambda y: ~torch.isfinite(y),
+    "an infinity": lambda y: y == math.inf,
+    "any": lambda y: torch.where(torch.isinf(y).any(), y.clamp(-1000, 1000), y),
+    "numbers": lambda y: torch.nan_to_num(y, posinf=5.0),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_what_overflows_in_float16_is_seen(name, device):
+    """Between operations that run as one kernel, values are in float32, which most of them fit."""
+    model = Net(lambda m, x: OVERFLOWING[name](x.flip(0) * 60000.0))
+    checked(model, device, 16, 8, dtype=torch.float16)
 
 
 def test_integers_in_memory_of_odd_size(device):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -276,16 +276,39 @@ def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[s
     if schema.is_mutable and not (spelling.in_place and args[0] is result):
         raise Unknown
     at = coordinates(result.shape)
+    halves: set[Expr] = set()
 
     def argument(item: Any) -> Any:
-        return body.read(item, at) if isinstance(item, Value) else item
+        if not isinstance(item, Value):
+            return item
+        read = body.read(item, at)
+        if item.dtype == torch.float16:
+            halves.add(read)
+        return read
 
     bound = ops.bind(spelling.row, [*map(argument, args)], {name: argument(item) for name, item in kwargs.items()})
     made = spelling.row.build(*bound)
     rows = [ops.row(node.op) for node in postorder(made) if isinstance(node, Call)]
     if any(row.channel_args or row.in_place_of or row.name in ("type_as", *_CASTS.values()) for row in rows):
         raise Unknown
+    if halves:
+        made = rewrite(made, lambda node: _with_overflow(node, halves))
+    if result.dtype == torch.bool:
+        made = rewrite(made, _of_truth_values)
     return rewrite(made, _of_integers) if kind_of(result.dtype) == INTEGER else made
+
+
+def _with_overflow(node: Expr, halves: Collection[Expr]) -> Expr:
+    """A question for infinities or NaN, about float16 values as they are in memory, not as a kernel computed them."""
+    if not isinstance(node, Call) or not ops.asks_for_overflow(node):
+        return node
+    return Call(node.op, tuple(Call("float16", (arg,)) if arg in halves else arg for arg in node.args))
+
+
+def _of_truth_values(node: Expr) -> Expr:
+    """Products and sums of truth values as torch computes them."""
+    logical = {"mul": "logical_and", "add": "logical_or"}
+    return Call(logical[node.op], node.args) if isinstance(node, Call) and node.op in logical else node
 
 
 def _of_integers(node: Expr) -> Expr:
@@ -441,6 +464,23 @@ def _prelu(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     at = coordinates(result.shape)
     x, weight = body.read(given["self"], at), body.read(given["weight"], at)
     return Call("where", (Call("gt", (x, Const(0.0))), x, Call("mul", (weight, x))))
+
+
+def _nan_to_num(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, read = given["self"], body.read(given["self"], coordinates(result.shape))
+    if kind_of(result.dtype) != "float":
+        raise Unknown
+    seen = Call("float16", (read,)) if x.dtype == torch.float16 else read
+    limits = torch.finfo(result.dtype)
+    made = seen
+    for name, default, asked in (
+        ("neginf", limits.min, Call("eq", (seen, Const(-math.inf)))),
+        ("posinf", limits.max, Call("eq", (seen, Const(math.inf)))),
+        ("nan", 0.0, Call("isnan", (seen,))),
+    ):
+        number = given.get(name)
+        made = Call("where", (asked, _number(default if number is None else number, result.dtype), made))
+    return made
 
 
 def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -869,6 +909,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.flip: _flip,
     _aten.glu: _glu,
     _aten._prelu_kernel: _prelu,
+    _aten.nan_to_num: _nan_to_num,
     _aten.repeat: _repeat,
     _aten.index_select: _index_select,
     _aten.embedding: _embedding,

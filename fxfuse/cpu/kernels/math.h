@@ -209,6 +209,10 @@ FXFUSE_INLINE float sin_of_magnitude(float x, uint32_t quarters) {
 
 FXFUSE_INLINE float abs(float x) { return detail::magnitude(x); }
 FXFUSE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
+FXFUSE_INLINE float floor(float x) { return __builtin_floorf(x); }
+FXFUSE_INLINE float ceil(float x) { return __builtin_ceilf(x); }
+FXFUSE_INLINE float trunc(float x) { return __builtin_truncf(x); }
+FXFUSE_INLINE float round_half_to_even(float x) { return __builtin_rintf(x); }
 FXFUSE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
 // A condition that comes from outside of a loop, as a mask of bits. g++ does not vectorise selections that share a

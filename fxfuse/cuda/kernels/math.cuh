@@ -33,6 +33,10 @@ __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
 __device__ __forceinline__ float sin(float x) { return sinf(x); }
 __device__ __forceinline__ float cos(float x) { return cosf(x); }
 __device__ __forceinline__ float erf(float x) { return erff(x); }
+__device__ __forceinline__ float floor(float x) { return floorf(x); }
+__device__ __forceinline__ float ceil(float x) { return ceilf(x); }
+__device__ __forceinline__ float trunc(float x) { return truncf(x); }
+__device__ __forceinline__ float round_half_to_even(float x) { return rintf(x); }
 
 // a / b, within 2 ulp for |b| from 2^-126 to 2^126. For larger |b| it is 0: there a sigmoid is 0 or subnormal.
 __device__ __forceinline__ float divide(float a, float b) { return a * ptx::reciprocal(b); }
