@@ -1720,7 +1720,6 @@ MORE = {
     "binary_cross_entropy_with_logits": (
         lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), [(3, 4), (3, 4)],
     ),
-    "prelu": (F.prelu, [(3, 4), (4,)]),
     "prelu by one number": (F.prelu, [(3, 4), (1,)]),
     "mul": (lambda x, y: x * y, [(3, 4), (4,)]),
     "div": (lambda x, y: x / y.exp(), [(3, 4), (3, 1)]),
