@@ -180,6 +180,21 @@ def _group_norm(
     return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
+def _batch_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None, training: bool, momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """Instance normalisation, which torch computes as batch normalisation of one image with all images' channels."""
+    if not training or running_mean is not None or x.shape[0] != 1:
+        return NotImplemented
+    channels, pixels = x.shape[1], x.numel() // x.shape[1]
+    found = _group_norm(x, weight, bias, 1, channels, pixels, channels, eps)
+    if found is NotImplemented:
+        return NotImplemented
+    made, mean, scale = found
+    return made, mean.flatten().float(), scale.flatten().float()
+
+
 def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
     """x with mean 0 and variance 1 along `dims`, its last ones, the means, and what deviations were multiplied with."""
     rows = exact(x).flatten(-len(dims))
@@ -257,5 +272,6 @@ LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.native_group_norm.default: _if_long(
         _group_norm, lambda x, weight, bias, images, channels, pixels, groups, eps: channels // groups * pixels
     ),
+    _aten.native_batch_norm.default: _if_long(_batch_norm, lambda x, *_: x.numel() // x.shape[1]),
 }
 """The rules for rows that are longer than a thread block can hold. Each may return NotImplemented."""

@@ -534,6 +534,27 @@ def test_what_a_pass_overwrites_is_read_before(device):
     checked(Net(forward), device, 3, 4, 5)
 
 
+BIASED = {
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 20)),
+    "conv3d": (lambda: nn.Conv3d(4, 6, 3, padding=1), (2, 4, 5, 6, 7)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 7, 5)),
+    "channels_last": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 2)).to(memory_format=torch.channels_last), (2, 4, 7, 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_the_bias_of_a_library_convolution_is_added_by_the_kernel_behind_it(name, device, monkeypatch):
+    """cuDNN's convolutions have none: torch adds it in a pass of its own."""
+    make, shape = BIASED[name]
+    if device != "cuda":
+        monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)
+    model = Net(lambda m, x: F.glu(m.conv(x).flip(-1), 1), conv=make())
+    made = checked(model, device, *shape, exact=False)
+    assert made.launches == 1 and made.calls == Counter(convolution=1), made.code
+
+
 OVERFLOWING = {
     "infinities": torch.isinf,
     "what is finite": lambda y: ~torch.isfinite(y),

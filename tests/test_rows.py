@@ -160,6 +160,7 @@ LONG = {
     "layer_norm": lambda m, x: F.layer_norm(x, x.shape[1:]),
     "layer_norm of several sides": lambda m, x: F.layer_norm(x.view(2, 2, -1), (2, HALF), m.weight, m.bias),
     "group_norm": lambda m, x: F.group_norm(x.view(1, 4, -1, 2), 2, m.scale, m.shift),
+    "instance_norm": lambda m, x: F.relu(F.instance_norm(x.view(1, 2, -1, 2), weight=m.scale[:2], bias=m.shift[:2])),
     "mean": lambda m, x: x.mean(-1) + 1,
     "mean of all": lambda m, x: x.mean() + 1,
     "sum": lambda m, x: x.abs().sum(-1, keepdim=True) * 2,  # of numbers that do not cancel

@@ -27,7 +27,7 @@ from fxfuse.cuda import gpu
 from fxfuse.errors import first_line
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
-from fxfuse.long_rows import LONG_ROWS
+from fxfuse.long_rows import LONG_ROWS, by_channel
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, merge
 from fxfuse.program.leaves import Leaves
@@ -473,7 +473,7 @@ class Recorder:
 
     def _observed(self, call: Callable[[], Any], launched: events.Events | None = None) -> tuple[Any, Operators]:
         on_gpu = self._device is not None and merge.runs_on_gpu(self._device)
-        with Operators(launched, LONG_ROWS if on_gpu else None) as seen:
+        with Operators(launched, _APART if on_gpu else None) as seen:
             return call(), seen
 
     def _called(
@@ -825,7 +825,20 @@ def _runs_in_cudnn(*arguments: Any) -> bool:
     internals: Any = torch._C
     if gpu.standing_in() is not None:  # torch would ask the CPU
         return True
-    return bool(internals._select_conv_backend(*arguments) == internals._ConvBackend.Cudnn)
+    found = internals._select_conv_backend(*arguments)
+    return found in (internals._ConvBackend.Cudnn, internals._ConvBackend.CudnnTranspose)
+
+
+def _bias_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> Any:
+    """A convolution by cuDNN, and then its bias: torch, too, adds it in a pass of its own, which others may join."""
+    if bias is None or not _runs_in_cudnn(x, weight, bias, *options):
+        return NotImplemented
+    made = _aten.convolution(x, weight, None, *options)
+    return made.add_(by_channel(bias, made))
+
+
+_APART: Final = {**LONG_ROWS, _aten.convolution.default: _bias_apart}
+"""Operators that a GPU's programs compute by others. Each rule may return NotImplemented."""
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
