@@ -207,11 +207,15 @@ TRUTHS = {
 }
 
 
-def vectors_in(text):
-    """Whether g++ makes vectors of the loop over elements of a kernel's source."""
+OVER_ELEMENTS, OVER_LANES = "for (int64_t i = begin; i < end; ++i)", "for (int64_t i = 0; i < lanes; ++i)"
+"""Loops of kernels/loops.h."""
+
+
+def vectors_in(text, loop=OVER_ELEMENTS):
+    """Whether g++ makes vectors of such a loop of a kernel's source."""
     headers = build.PACKAGE / "cpu" / "kernels"
     lines = (headers / "loops.h").read_text().splitlines()
-    (line,) = (number for number, line in enumerate(lines, 1) if "for (int64_t i = begin; i < end; ++i)" in line)
+    (line,) = (number for number, line in enumerate(lines, 1) if loop in line)
     command = [*toolchain.cxx(), "-std=c++17", *build.CPU_FLAGS, "-fopt-info-vec-optimized", f"-I{headers}", "-S"]
     compiled = subprocess.run(
         [*command, "-x", "c++", "-", "-o", "/dev/null"], input=text, text=True, capture_output=True, check=True
@@ -254,6 +258,31 @@ def test_what_reads_truth_values_is_vectors(name, texts):
         mask = torch.rand(2, 40, 9, 12).to(memory_format=torch.channels_last) < 0.5
         torch.testing.assert_close(fast(x, mask), compute(x, mask))
     assert texts and all(map(vectors_in, texts))
+
+
+REPEATED = {
+    "pixels twice": lambda x: F.interpolate(x, scale_factor=2) + 1,
+    "pixels three times": lambda x: (F.interpolate(x, scale_factor=(1, 3)) * 2).relu(),
+    "elements twice": lambda x: x.repeat_interleave(2, -1) * 2,
+    "elements by turns": lambda x: torch.stack([x.sin(), x * 2, x], -1),
+    "pairs turned": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * 0.5,
+    "pixels shuffled": lambda x: F.pixel_shuffle(x, 2).relu(),
+    "two results": lambda x: (lambda y: (y * 2, y > 0))(F.interpolate(x, scale_factor=2)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [36, 70, 129])
+@pytest.mark.parametrize("name", REPEATED)
+def test_elements_that_repeat_are_put_side_by_side_by_vectors(name, width, texts):
+    """A row is cut into periods, in which quotients of the place do not change. Its periods are lanes."""
+    compute = REPEATED[name]
+    fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
+    for _ in range(4):
+        x = torch.randn(2, 8, 5, width - width % 2 if name == "pairs turned" else width)
+        torch.testing.assert_close(fast(x), compute(x))
+    assert len(texts) == 1 and "interleave(" in texts[0], texts
+    assert vectors_in(texts[0], OVER_LANES)
 
 
 def test_gradients_of_pooling_are_vectors(texts):

@@ -29,7 +29,7 @@ from fxfuse.cpu.nest import (
     stride_of,
 )
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
-from fxfuse.program.indices import Element, Variable
+from fxfuse.program.indices import Element, Index, Variable
 from fxfuse.program.loops import (
     NARROW,
     Inside,
@@ -110,6 +110,8 @@ def speed_beside_torch(loops: Loops) -> Speed:
     assert nest is not None, "suits() has seen to it"
     *adding, last = nest.loops
     if not adding:
+        if nest.lanes_are_rows and _are_interleaved(nest.place, last.length) and not any(map(is_far, nest.leaves)):
+            return Speed.FASTER
         fetches = not loops.only_moves and any(map(is_far, nest.leaves))
         return Speed.SLOWER if fetches else Speed.ALIKE
     if len(adding) == 1:
@@ -378,6 +380,19 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
         if stride_of(nest.place) == 1:
             return [*shared, *_indented(head, writer.over_rows(*lines))]
         # results go to places that are apart in memory, so vectors write them to arrays first
+        if _are_interleaved(nest.place, loop.length):
+            computed = writer.over_rows(
+                *(f"set(results{number}[{TURN}][i], {value});" for number, value in enumerate(values))
+            )
+            return [
+                *shared,
+                *(f"{kind} results{number}[{loop.length}][kBeside];" for number, kind in enumerate(kinds)),
+                *_indented(f"for (Place {TURN} = 0; {TURN} < {loop.length}; ++{TURN}) {{", computed),
+                f"constexpr Place {TURN} = 0;",
+                "const Place lane = static_cast<Place>(begin);",
+                place,
+                *(f"interleave(&{target}, results{number}, end - begin);" for number, target in enumerate(targets)),
+            ]
         arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
         computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
         stored = _over_lanes([place, *(f"{target} = results{number}[i];" for number, target in enumerate(targets))])
@@ -387,6 +402,18 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
         return [*shared, *writer.over_rows(f"for_each(begin, end, [&](Place lane) {_INLINED} {{", *inner)]
     each = f"for_each(0, {_signed(text, loop.piece)}, [&](Place lane) {_INLINED} {{"
     return [*shared, *writer.over_rows(*_over_pieces(writer, loop, [each, *inner]))]
+
+
+MOST_INTERLEAVED: Final = 4
+"""The most elements that each lane has beside each other in the result, for them to be put there by vectors."""
+
+
+def _are_interleaved(place: Index, length: int) -> bool:
+    """Whether each lane's `length` results, a few, lie beside each other, behind those of the lane before."""
+    if not 1 < length <= MOST_INTERLEAVED:
+        return False
+    strides = {atom.name: stride for atom, stride in place.terms if isinstance(atom, Variable)}
+    return stride_of(place) == length and strides.get(TURN) == 1
 
 
 def _over_lanes(lines: Sequence[str], vectors: bool = False) -> list[str]:

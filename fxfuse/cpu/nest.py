@@ -158,12 +158,27 @@ def _pointwise(loops: Loops) -> Nest | None:
     if along is not None and not any(map(is_far, along.leaves)):
         return along
     found = [_across(loops, sizes, leaves, into, dim) for dim in range(len(sizes) - 1) if sizes[dim] >= LEAST_BESIDE]
+    period = _period(sizes, leaves)
+    if 1 < period < LEAST_ROW and sizes[-1] >= LEAST_BESIDE * period:
+        cut = [*sizes[:-1], sizes[-1] // period, period]
+        last = len(sizes) - 1
+        value = {f"d{last}": variable(f"d{last}", cut[last]) * period + variable(f"d{last + 1}", period)}
+        own = [substituted(leaf, value) for leaf in leaves]
+        found.append(_across(loops, cut, own, None if into is None else into.substituted(value), last))
     across = [nest for nest in found if nest is not None]
     if not across:
         return along
-    best = min(across, key=lambda nest: sum(map(is_far, nest.leaves)))
+    best = min(across, key=lambda nest: (sum(map(is_far, nest.leaves)), stride_of(nest.place)))
     is_adjacent = any(isinstance(leaf, Read) and stride_of(leaf.index) == 1 for leaf in best.leaves)
     return best if along is None or is_adjacent else along
+
+
+def _period(sizes: Sequence[int], leaves: Sequence[Leaf]) -> int:
+    """After how many elements of a row the quotients and remainders of what is read have changed; 1 if never alike."""
+    last = f"d{len(sizes) - 1}"
+    atoms = [atom for index in indices_of(leaves) for atom in index.atoms()]
+    steps = [atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of.depends_on(last)]
+    return math.gcd(sizes[-1], *steps) if steps else 1
 
 
 def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None) -> Nest | None:

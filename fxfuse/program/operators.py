@@ -581,11 +581,17 @@ def _select_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr
     return body.choose([here], body.read(source, [*at[:dim], *at[dim + 1 :]], (here,)), body.read(x, at))
 
 
+def _scales(given: Mapping[str, Any], rank: int) -> Sequence[float | None]:
+    """The scale of each dimension that a resampling operator is given; None if it follows from the sizes."""
+    if given.get("scale_factors"):
+        return list(given["scale_factors"])
+    return [given.get(name) for name in (["scales"] if rank == 1 else ["scales_d", "scales_h", "scales_w"][-rank:])]
+
+
 def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """Each element several times. Where the sizes are no multiples, torch's rounding decides which are near."""
     x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
-    scales = [given.get("scales_h"), given.get("scales_w")]
-    scales = list(given["scale_factors"]) if given.get("scale_factors") else scales
-    for dim, scale in zip((2, 3), scales, strict=True):
+    for dim, scale in enumerate(_scales(given, len(at) - 2), 2):
         times, left = divmod(result.shape[dim], x.shape[dim])
         if left or scale not in (None, times):
             raise Unknown
@@ -593,15 +599,13 @@ def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return body.read(x, at)
 
 
-def _bilinear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """Bilinear interpolation between the nearest two rows and columns. Positions are exact fractions of integers."""
+def _linear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """Interpolation between the nearest two elements along each dimension. Positions are exact fractions of integers."""
     x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
     if not isinstance(x, Value) or kind_of(x.dtype) != "float":
         raise Unknown
-    scales = [given.get("scales_h"), given.get("scales_w")]
-    scales = list(given["scale_factors"]) if given.get("scale_factors") else scales
     ways = []
-    for dim, scale in zip((2, 3), scales, strict=True):
+    for dim, scale in enumerate(_scales(given, len(at) - 2), 2):
         size, length = x.shape[dim], result.shape[dim]
         if scale is not None and scale * size != length and not given["align_corners"]:
             raise Unknown
@@ -617,7 +621,7 @@ def _bilinear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     for where in itertools.product(*ways):
         places, shares = tuple(one for one, _ in where), [share for _, share in where]
         read = body.read(x, [*at[:2], *(one.index for one in places)], places)
-        parts.append(Call("mul", (body.choose(places, read, Const(0.0)), Call("mul", (shares[0], shares[1])))))
+        parts.append(Call("mul", (body.choose(places, read, Const(0.0)), _joined("mul", shares))))
     return _joined("add", parts)
 
 
@@ -934,8 +938,15 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten._adaptive_avg_pool2d_backward: _adaptive_avg_pool_backward,
     _aten.im2col: _unfold,
     _aten.col2im: _fold,
+    _aten.upsample_nearest1d: _nearest,
     _aten.upsample_nearest2d: _nearest,
-    _aten.upsample_bilinear2d: _bilinear,
+    _aten.upsample_nearest3d: _nearest,
+    _aten._upsample_nearest_exact1d: _nearest,
+    _aten._upsample_nearest_exact2d: _nearest,
+    _aten._upsample_nearest_exact3d: _nearest,
+    _aten.upsample_linear1d: _linear,
+    _aten.upsample_bilinear2d: _linear,
+    _aten.upsample_trilinear3d: _linear,
     _aten.mm: _product,
     _aten.bmm: _product,
     _aten.pixel_shuffle: _pixel_shuffle,

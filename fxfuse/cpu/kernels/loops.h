@@ -179,6 +179,15 @@ FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
+// Stores kEach results of each lane, those of a lane beside each other.
+template <class T, size_t kEach, size_t kLanes>
+FXFUSE_INLINE void interleave(T* __restrict__ out, const T (&results)[kEach][kLanes], int64_t lanes) {
+    constexpr auto kApart = static_cast<int64_t>(kEach);
+    for (int64_t i = 0; i < lanes; ++i) {
+        for (size_t each = 0; each < kEach; ++each) out[i * kApart + static_cast<int64_t>(each)] = results[each][i];
+    }
+}
+
 // Lanes per call of Body::run where lanes are rows: kBeside, or fewer where some threads would have none.
 FXFUSE_INLINE int64_t lanes_of_call(int64_t rows, int64_t length, int64_t threads) {
     constexpr int64_t kLeast = 16;  // a cache line of floats
