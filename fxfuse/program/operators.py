@@ -600,7 +600,7 @@ def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _linear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """Interpolation between the nearest two elements along each dimension. Positions are exact fractions of integers."""
+    """Interpolation between the nearest two elements along each dimension. Positions are fractions of integers."""
     x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
     if not isinstance(x, Value) or kind_of(x.dtype) != "float":
         raise Unknown
