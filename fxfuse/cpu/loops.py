@@ -380,19 +380,8 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
         if stride_of(nest.place) == 1:
             return [*shared, *_indented(head, writer.over_rows(*lines))]
         # results go to places that are apart in memory, so vectors write them to arrays first
-        if _are_interleaved(nest.place, loop.length):
-            computed = writer.over_rows(
-                *(f"set(results{number}[{TURN}][i], {value});" for number, value in enumerate(values))
-            )
-            return [
-                *shared,
-                *(f"{kind} results{number}[{loop.length}][kBeside];" for number, kind in enumerate(kinds)),
-                *_indented(f"for (Place {TURN} = 0; {TURN} < {loop.length}; ++{TURN}) {{", computed),
-                f"constexpr Place {TURN} = 0;",
-                "const Place lane = static_cast<Place>(begin);",
-                place,
-                *(f"interleave(&{target}, results{number}, end - begin);" for number, target in enumerate(targets)),
-            ]
+        if _strides(nest.place).get(TURN) == 1:
+            return [*shared, *_by_tiles(writer, loop, kinds, targets, values)]
         arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
         computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
         stored = _over_lanes([place, *(f"{target} = results{number}[i];" for number, target in enumerate(targets))])
@@ -412,8 +401,47 @@ def _are_interleaved(place: Index, length: int) -> bool:
     """Whether each lane's `length` results, a few, lie beside each other, behind those of the lane before."""
     if not 1 < length <= MOST_INTERLEAVED:
         return False
-    strides = {atom.name: stride for atom, stride in place.terms if isinstance(atom, Variable)}
-    return stride_of(place) == length and strides.get(TURN) == 1
+    return stride_of(place) == length and _strides(place).get(TURN) == 1
+
+
+def _strides(place: Index) -> dict[str, int]:
+    """The stride of each variable that stands in an index by itself."""
+    return {atom.name: stride for atom, stride in place.terms if isinstance(atom, Variable)}
+
+
+def _by_tiles(
+    writer: _Writer, loop: Loop, kinds: Sequence[str], targets: Sequence[str], values: Sequence[str]
+) -> list[str]:
+    """The statements that compute tiles, lane beside lane, and then store them, of each lane a run of elements.
+
+    Each lane's results lie side by side, but lanes are apart: if all lanes were stored one element after another, their
+    cache lines would be written to many times.
+    """
+    first, last, whole = f"first_{TURN}", f"last_{TURN}", writer.text.number(loop.length)
+    is_interleaved = _are_interleaved(writer.nest.place, loop.length)
+    size = str(loop.length) if is_interleaved else "kTile"
+    computed = writer.over_rows(
+        *(f"set(results{number}[{TURN} - {first}][i], {value});" for number, value in enumerate(values))
+    )
+    writer._begin(loop)
+    place = f"const Place place = {writer.text.place_of_one(writer.nest.place)};"
+    if is_interleaved:
+        stores = (f"interleave(&{target}, results{number}, end - begin);" for number, target in enumerate(targets))
+        stored = ["const Place lane = static_cast<Place>(begin);", *writer.text.before, place, *stores]
+    else:
+        stores = (f"(&{target})[at] = results{number}[at][i];" for number, target in enumerate(targets))
+        run = _indented(f"for (Place at = 0; at < {last} - {first}; ++at) {{", list(stores))
+        stored = [*writer.text.before, *_over_lanes([*writer.text.within, place, *run])]
+    tile = [
+        *(f"{kind} results{number}[{size}][kBeside];" for number, kind in enumerate(kinds)),
+        *_indented(f"for (Place {TURN} = {first}; {TURN} < {last}; ++{TURN}) {{", computed),
+        f"const Place {TURN} = {first};",
+        *stored,
+    ]
+    if is_interleaved:
+        return [f"constexpr Place {first} = 0, {last} = {size};", *tile]
+    end = f"const Place {last} = {first} + {size} < {whole} ? {first} + {size} : {whole};"
+    return _indented(f"for (Place {first} = 0; {first} < {whole}; {first} += {size}) {{", [end, *tile])
 
 
 def _over_lanes(lines: Sequence[str], vectors: bool = False) -> list[str]:

@@ -179,6 +179,10 @@ FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
+// The most elements of each lane that are computed before any is stored, where lanes are apart in the result: a cache
+// line of floats.
+constexpr uint64_t kTile = 16;
+
 // Stores kEach results of each lane, those of a lane beside each other.
 template <class T, size_t kEach, size_t kLanes>
 FXFUSE_INLINE void interleave(T* __restrict__ out, const T (&results)[kEach][kLanes], int64_t lanes) {
