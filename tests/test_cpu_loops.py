@@ -285,6 +285,52 @@ def test_elements_that_repeat_are_put_side_by_side_by_vectors(name, width, texts
     assert vectors_in(texts[0], OVER_LANES)
 
 
+ANGLES = {
+    "of all rows": lambda x: (x * 2) * torch.arange(x.shape[-1], dtype=x.dtype).cos(),
+    "behind a norm": lambda x: rms_norm(x) * torch.arange(x.shape[-1], dtype=x.dtype).cos(),
+    "of halves": lambda x: turned(x * 2),
+    "of a given tensor": lambda x: (x * 2) * x[0, 0, 0].sin(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ANGLES)
+def test_slow_functions_of_small_tensors_are_computed_once(name, texts):
+    fast = fxfuse.optimize(Net(lambda m, x: ANGLES[name](x)))
+    for _ in range(4):
+        x = torch.randn(2, 8, 6, 64)
+        torch.testing.assert_close(fast(x), ANGLES[name](x))
+    computed = [text.partition(" expression(")[2].partition("return")[0] for text in texts]
+    assert not any(("cos(" in one or "sin(" in one) and " * " in one for one in computed), computed
+
+
+TRIANGLES = {"lower": lambda x: x.tril(-1) * 2, "upper": lambda x: (x + 1).triu(2)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_triangles_are_vectors_of_rows(name, texts):
+    """A row's elements are beside each other in memory, those of a column are not."""
+    fast = fxfuse.optimize(Net(lambda m, x: TRIANGLES[name](x)))
+    for _ in range(4):
+        x = torch.randn(40, 30, 70)
+        torch.testing.assert_close(fast(x), TRIANGLES[name](x))
+    assert len(texts) == 1 and "kRowsBeside = false" in texts[0] and vectors_in(texts[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(2, 40, 17, 70), (3, 64, 5, 16), (1, 100, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_transposed_results_are_stored_by_tiles(shape, dtype, texts):
+    """Their lanes are apart in memory: of each, a cache line is computed before any is stored."""
+    compute = lambda x: (x.permute(0, 3, 1, 2).contiguous() * 2, x.transpose(1, 3).contiguous())  # noqa: E731
+    fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
+    for _ in range(4):
+        x = (torch.randn(shape) * 9).to(dtype)
+        torch.testing.assert_close(fast(x), compute(x), rtol=0, atol=0)
+    assert any("kTile" in text for text in texts) or shape[0] == 1, texts
+
+
 def test_gradients_of_pooling_are_vectors(texts):
     """That of relu, which reads truth values, is computed with them."""
 

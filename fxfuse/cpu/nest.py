@@ -23,6 +23,7 @@ from fxfuse.program.loops import (
     Inside,
     Leaf,
     Loops,
+    Position,
     Read,
     Reduced,
     Rows,
@@ -308,6 +309,8 @@ def _checked(nest: Nest) -> Nest | None:
     def lies_right(leaf: Leaf) -> bool:
         if isinstance(leaf, Reduced):
             return True
+        if isinstance(leaf, Position):
+            return stride_of(leaf.index) is not None
         if not isinstance(leaf, Read):
             return not leaf.index.depends_on(LANE)
         stride = stride_of(leaf.index)
