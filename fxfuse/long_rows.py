@@ -195,6 +195,12 @@ def _batch_norm(
     return made, mean.flatten().float(), scale.flatten().float()
 
 
+def _cudnn_batch_norm(*arguments: Any) -> Any:
+    """The same by cuDNN's operator. Its last result is for its gradient, which calls without gradients do not read."""
+    found = _batch_norm(*arguments)
+    return NotImplemented if found is NotImplemented else (*found, found[1][:0])
+
+
 def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
     """x with mean 0 and variance 1 along `dims`, its last ones, the means, and what deviations were multiplied with."""
     rows = exact(x).flatten(-len(dims))
@@ -230,6 +236,10 @@ def _dims(x: torch.Tensor, dim: Any) -> Sequence[int]:
 
 def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
     return math.prod(x.shape[one] for one in _dims(x, dim))
+
+
+def _of_channel(x: torch.Tensor, *_: Any) -> int:
+    return x.numel() // x.shape[1]
 
 
 def _if_long(rule: Callable[..., Any], row: Callable[..., int] = _row_along) -> Callable[..., Any]:
@@ -272,6 +282,7 @@ LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.native_group_norm.default: _if_long(
         _group_norm, lambda x, weight, bias, images, channels, pixels, groups, eps: channels // groups * pixels
     ),
-    _aten.native_batch_norm.default: _if_long(_batch_norm, lambda x, *_: x.numel() // x.shape[1]),
+    _aten.native_batch_norm.default: _if_long(_batch_norm, _of_channel),
+    _aten.cudnn_batch_norm.default: _if_long(_cudnn_batch_norm, _of_channel),
 }
 """The rules for rows that are longer than a thread block can hold. Each may return NotImplemented."""

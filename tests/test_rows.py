@@ -239,3 +239,15 @@ def test_parts_are_as_exact_as_torchs_rows(shape, dims):
         right, of_torch = whole(x.double(), dims), whole(x, dims)
         error = (by_parts(x, [dims]).double() - right).abs().max()
         assert error <= 2 * (of_torch.double() - right).abs().max() + 1e-6 * right.abs().max()
+
+
+def test_cudnns_batch_norm_of_long_rows_is_taken_apart():
+    x, weight, bias = torch.randn(1, 3, 200, 300), torch.randn(3), torch.randn(3)
+    rule = long_rows.LONG_ROWS[torch.ops.aten.cudnn_batch_norm.default]
+    made, mean, scale, reserved = rule(x, weight, bias, None, None, True, 0.1, 1e-5)
+    expected, *statistics = torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    torch.testing.assert_close([made, mean, scale], [expected, *statistics])
+    assert not reserved.numel()
+    running = torch.zeros(3), torch.ones(3)
+    assert rule(x, weight, bias, *running, True, 0.1, 1e-5) is NotImplemented  # which it would have to update
+    assert rule(x[..., :5], weight, bias, None, None, True, 0.1, 1e-5) is NotImplemented
