@@ -87,8 +87,9 @@ def _computed_again(problem: Problem, acc: torch.Tensor, elements: int) -> str |
     if not slow or ops.MANY_TIMES * min(sizes) > elements:
         return None
     values = evaluate_all(problem, acc)
-    small = (node for node in slow if 0 < ops.MANY_TIMES * values[node].numel() <= elements)
-    return next((node.op for node in small), None)
+    made = ((node.op, values[node]) for node in slow)
+    small = (op for op, value in made if isinstance(value, torch.Tensor) and ops.MANY_TIMES * value.numel() <= elements)
+    return next(small, None)
 
 
 def _settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:

@@ -435,7 +435,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("round", torch.round, "round_half_to_even({0})", interval.increasing(), UNARY, (torch.special.round,),
                 passing=True),
     PointwiseOp("sign", torch.sign, "{0} > 0.0f ? 1.0f : {0} < 0.0f ? -1.0f : 0.0f", _unit, passing=True),
-    Composite("frac", lambda x: call("sub", x, call("trunc", x))),
+    PointwiseOp("frac", torch.frac, "{0} - trunc({0})"),
     # comparison and choice
     PointwiseOp("lt", operator.lt, "{0} < {1}", _truth, BINARY, ("less", operator.lt), boolean=True),
     PointwiseOp("le", operator.le, "{0} <= {1}", _truth, BINARY, ("less_equal", operator.le), boolean=True),
@@ -647,7 +647,7 @@ def _overwriting_row(base: PointwiseOp) -> PointwiseOp:
 def asks_for_overflow(node: Call) -> bool:
     """Whether a node asks if its argument is infinite or NaN. In float16 that depends on how it was rounded."""
     is_alike = node.args[0] == node.args[-1]
-    is_with_infinity = any(isinstance(arg, Const) and math.isinf(arg.value) for arg in node.args)
+    is_with_infinity = any(isinstance(arg, Const) and arg.value in (math.inf, -math.inf) for arg in node.args)
     compares = node.op in ("eq", "ne", "lt", "le", "gt", "ge")
     return node.op in ("isnan", "isinf", "isfinite") or (compares and (is_alike or is_with_infinity))
 

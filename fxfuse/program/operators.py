@@ -293,8 +293,8 @@ def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[s
         raise Unknown
     if halves:
         made = rewrite(made, lambda node: _with_overflow(node, halves))
-    if result.dtype == torch.bool:
-        made = rewrite(made, _of_truth_values)
+    if result.dtype == torch.bool and isinstance(made, Call):  # products and sums of truth values
+        made = Call({"mul": "logical_and", "add": "logical_or"}.get(made.op, made.op), made.args)
     return rewrite(made, _of_integers) if kind_of(result.dtype) == INTEGER else made
 
 
@@ -303,12 +303,6 @@ def _with_overflow(node: Expr, halves: Collection[Expr]) -> Expr:
     if not isinstance(node, Call) or not ops.asks_for_overflow(node):
         return node
     return Call(node.op, tuple(Call("float16", (arg,)) if arg in halves else arg for arg in node.args))
-
-
-def _of_truth_values(node: Expr) -> Expr:
-    """Products and sums of truth values as torch computes them."""
-    logical = {"mul": "logical_and", "add": "logical_or"}
-    return Call(logical[node.op], node.args) if isinstance(node, Call) and node.op in logical else node
 
 
 def _of_integers(node: Expr) -> Expr:
