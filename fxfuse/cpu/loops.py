@@ -157,7 +157,7 @@ class _Writer:
         for node in found:
             number = len(self.nest.leaves) + len(self._numbers)
             name = f"shared{number}"
-            self._begin(loop)
+            self.begin(loop)
             (value,) = self._computed([node], [f"{name}_of"], [])
             lines += [f"float {name}[{_ROWS[self.nest.lanes_are_rows]}];"]
             own = [leaf for leaf in self._read_by(node) if not isinstance(leaf, Reduced)]
@@ -185,11 +185,12 @@ class _Writer:
 
         Statements that the calls need are added to `text`, before the loop over lanes and inside it.
         """
-        self._begin(loop)
+        self.begin(loop)
         held = [node for node in self.nest.held if self._numbers[node] not in self._texts]
         return self._computed(loop.roots, names, held)
 
-    def _begin(self, loop: Loop) -> None:
+    def begin(self, loop: Loop) -> None:
+        """Begins the text of a loop: the places in it are named anew."""
         self.text.begin(self.nest.lanes if self.nest.lanes_are_rows else loop.piece)
         if self.nest.lanes_are_rows:
             self._place = f"{TURN} * kBeside + i"
@@ -423,7 +424,7 @@ def _by_tiles(
     computed = writer.over_rows(
         *(f"set(results{number}[{TURN} - {first}][i], {value});" for number, value in enumerate(values))
     )
-    writer._begin(loop)
+    writer.begin(loop)
     place = f"const Place place = {writer.text.place_of_one(writer.nest.place)};"
     if is_interleaved:
         stores = (f"interleave(&{target}, results{number}, end - begin);" for number, target in enumerate(targets))
