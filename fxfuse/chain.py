@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
 from fxfuse.layout import Strides, flatten, is_overlapping
 from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_operand, evaluate_all, settle
+from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_operand, settle
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,6 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
     expression, result = _settle(problem, acc)
     if result.numel() == 0:
         raise Declined("the result is empty")
-    slow = _computed_again(problem, acc, result.numel())
-    if slow is not None:
-        raise Declined(f"{slow} of a small tensor would be computed for every element of the result")
     shape, strides = tuple(result.shape), result.stride()
     in_place = (
         dict(problem.options)["overwrite"]
@@ -75,21 +70,6 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
     if copies and copies + 1 >= max(2, calls):
         raise Declined(f"it would take {copies} copies beside the pass: operands lie in memory in too many orders")
     return chosen
-
-
-def _computed_again(problem: Problem, acc: torch.Tensor, elements: int) -> str | None:
-    """The slow operation that a pass would compute MANY_TIMES for each element of its value; None if there is none.
-
-    Rotary positions are an example: the cosines of a few angles, for all heads and tokens.
-    """
-    slow = [node for node in postorder(problem.expression) if isinstance(node, Call) and node.op in ops.SLOW]
-    sizes = [acc.numel(), *(math.prod(operand.shape) for operand in problem.operands)]
-    if not slow or ops.MANY_TIMES * min(sizes) > elements:
-        return None
-    values = evaluate_all(problem, acc)
-    made = ((node.op, values[node]) for node in slow)
-    small = (op for op, value in made if isinstance(value, torch.Tensor) and ops.MANY_TIMES * value.numel() <= elements)
-    return next(small, None)
 
 
 def _settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:

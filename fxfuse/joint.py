@@ -40,7 +40,7 @@ from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
 from fxfuse.program.values import Refused, device_of
 from fxfuse.resampling import Resampling
-from fxfuse.row_padding import is_view, pad_rows, take_padded
+from fxfuse.row_padding import base_of, is_view, pad_rows, take_padded
 
 _aten: Final = torch.ops.aten
 
@@ -536,15 +536,8 @@ def _is_needless(copy: fx.Node) -> bool:
     Not a copy of what the step is given: who calls it may change that before the backward, which reads the copy.
     """
     before: Any = copy.args[0]
-    base = _behind_views(before)
     is_alike = copy.meta["val"].stride() == before.meta["val"].stride()
-    return is_alike and base.op != "placeholder" and not _is_shown(copy)
-
-
-def _behind_views(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        (node,) = node.all_input_nodes
-    return node
+    return is_alike and base_of(before).op != "placeholder" and not _is_shown(copy)
 
 
 def _is_shown(node: fx.Node) -> bool:

@@ -180,6 +180,11 @@ def _group_norm(
     return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
+def _of_channel(x: torch.Tensor, *_: Any) -> int:
+    """The number of elements of a channel of an image."""
+    return x.numel() // x.shape[1]
+
+
 def _batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_variance: torch.Tensor | None, training: bool, momentum: float, eps: float,
@@ -187,8 +192,8 @@ def _batch_norm(
     """Instance normalisation, which torch computes as batch normalisation of one image with all images' channels."""
     if not training or running_mean is not None or x.shape[0] != 1:
         return NotImplemented
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    found = _group_norm(x, weight, bias, 1, channels, pixels, channels, eps)
+    channels = x.shape[1]
+    found = _group_norm(x, weight, bias, 1, channels, _of_channel(x), channels, eps)
     if found is NotImplemented:
         return NotImplemented
     made, mean, scale = found
@@ -236,10 +241,6 @@ def _dims(x: torch.Tensor, dim: Any) -> Sequence[int]:
 
 def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
     return math.prod(x.shape[one] for one in _dims(x, dim))
-
-
-def _of_channel(x: torch.Tensor, *_: Any) -> int:
-    return x.numel() // x.shape[1]
 
 
 def _if_long(rule: Callable[..., Any], row: Callable[..., int] = _row_along) -> Callable[..., Any]:

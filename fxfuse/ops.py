@@ -801,11 +801,6 @@ def register_pointwise(
 on_replacement: Final[list[Callable[[PointwiseOp], None]]] = []
 """Functions that are called with each row that register_pointwise replaces. They drop what was derived from it."""
 
-SLOW: Final = frozenset({"sin", "cos", "pow"})
-"""Operations that take a CPU longer than to read a number from memory."""
-MANY_TIMES: Final = 8
-"""How often a slow value is not computed: where so many elements need one of it, it is computed before."""
-
 _BUILT_IN: Final = frozenset(_by_name)
 _DYNAMO: Final = "torch._dynamo"
 

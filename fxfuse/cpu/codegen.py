@@ -18,6 +18,11 @@ CPP_TYPES: Final = {
     torch.bool: "Truth",
 }
 
+SLOW: Final = frozenset({"sin", "cos", "pow"})
+"""Functions of kernels/math.h that take longer than to read a number from memory."""
+MANY_TIMES: Final = 8
+"""How often a slow value is not computed: where so many elements need one of it, it is computed before."""
+
 _TEMPLATE: Final = """\
 #include "pointwise.h"
 

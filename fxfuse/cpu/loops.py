@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from fxfuse.codegen import MASK, function
-from fxfuse.cpu.codegen import CPP_TYPES
+from fxfuse.cpu.codegen import CPP_TYPES, SLOW
 from fxfuse.cpu.nest import (
     MOST_HELD,
     QUICK,
@@ -92,6 +92,12 @@ def suits(loops: Loops) -> bool:
         return False
     nest = nest_of(loops)
     return nest is not None and len(nest.held) * nest.elements_held <= MOST_HELD
+
+
+def is_slow(loops: Loops) -> bool:
+    """Whether loops without reductions compute a slow function of each element."""
+    calls = (node.op for node in postorder(loops.expression) if isinstance(node, Call))
+    return not loops.reductions and not SLOW.isdisjoint(calls)
 
 
 class Speed(enum.Enum):
@@ -371,18 +377,18 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
     nest, text, loop = writer.nest, writer.text, writer.nest.loops[-1]
     names = [f"other{number - 1}_of" if number else "expression" for number in range(len(loops.stores))]
     shared, values = writer.before(loop), writer.values(loop, names)
-    place = f"const Place place = {text.place_of_one(nest.place)};"
     kinds = [_TYPES[store.output.dtype] for store in loops.stores]
     others = [f"static_cast<{kind}*>(p.other[{number}])[place]" for number, kind in enumerate(kinds[1:])]
     targets = ["p.out[place]", *others]
+    if nest.lanes_are_rows and stride_of(nest.place) != 1 and _strides(nest.place).get(TURN) == 1:
+        return [*shared, *_by_tiles(writer, loop, kinds, targets, values)]
+    place = f"const Place place = {text.place_of_one(nest.place)};"
     lines = [place, *(f"set({target}, {value});" for target, value in zip(targets, values, strict=True))]
     if nest.lanes_are_rows:
         head = f"for (Place {TURN} = 0; {TURN} < {text.number(loop.length)}; ++{TURN}) {{"
         if stride_of(nest.place) == 1:
             return [*shared, *_indented(head, writer.over_rows(*lines))]
         # results go to places that are apart in memory, so vectors write them to arrays first
-        if _strides(nest.place).get(TURN) == 1:
-            return [*shared, *_by_tiles(writer, loop, kinds, targets, values)]
         arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
         computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
         stored = _over_lanes([place, *(f"{target} = results{number}[i];" for number, target in enumerate(targets))])

@@ -159,13 +159,7 @@ def _pointwise(loops: Loops) -> Nest | None:
     if along is not None and not any(map(is_far, along.leaves)):
         return along
     found = [_across(loops, sizes, leaves, into, dim) for dim in range(len(sizes) - 1) if sizes[dim] >= LEAST_BESIDE]
-    period = _period(sizes, leaves)
-    if 1 < period < LEAST_ROW and sizes[-1] >= LEAST_BESIDE * period:
-        cut = [*sizes[:-1], sizes[-1] // period, period]
-        last = len(sizes) - 1
-        value = {f"d{last}": variable(f"d{last}", cut[last]) * period + variable(f"d{last + 1}", period)}
-        own = [substituted(leaf, value) for leaf in leaves]
-        found.append(_across(loops, cut, own, None if into is None else into.substituted(value), last))
+    found.append(_across_periods(loops, sizes, leaves, into))
     across = [nest for nest in found if nest is not None]
     if not across:
         return along
@@ -174,12 +168,26 @@ def _pointwise(loops: Loops) -> Nest | None:
     return best if along is None or is_adjacent else along
 
 
-def _period(sizes: Sequence[int], leaves: Sequence[Leaf]) -> int:
-    """After how many elements of a row the quotients and remainders of what is read have changed; 1 if never alike."""
-    last = f"d{len(sizes) - 1}"
-    atoms = [atom for index in indices_of(leaves) for atom in index.atoms()]
-    steps = [atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of.depends_on(last)]
-    return math.gcd(sizes[-1], *steps) if steps else 1
+def _across_periods(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None) -> Nest | None:
+    """The nest whose lanes are periods of a row; None if there are none, or too few.
+
+    A period is a few elements. The places that are read change in the same way in each.
+    """
+    last = len(sizes) - 1
+    divisors = _divisors(leaves, f"d{last}")
+    period = math.gcd(sizes[-1], *divisors) if divisors else 1
+    if not 1 < period < LEAST_ROW or sizes[-1] < LEAST_BESIDE * period:
+        return None
+    cut = [*sizes[:-1], sizes[-1] // period, period]
+    value = {f"d{last}": variable(f"d{last}", cut[last]) * period + variable(f"d{last + 1}", period)}
+    leaves = [substituted(leaf, value) for leaf in leaves]
+    return _across(loops, cut, leaves, None if into is None else into.substituted(value), last)
+
+
+def _divisors(leaves: Sequence[Leaf], name: str) -> list[int]:
+    """The divisors of all quotients and remainders that depend on a variable."""
+    atoms = (atom for index in indices_of(leaves) for atom in index.atoms())
+    return [atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of.depends_on(name)]
 
 
 def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None) -> Nest | None:
@@ -284,9 +292,7 @@ def _made(loops: Loops, leaves: Sequence[Leaf], place: Index, sizes: tuple[int, 
 
 def _piece(own: Sequence[tuple[int, Sequence[Leaf]]], size: int) -> int:
     """How many elements the pieces of a row of `size` elements have: no quotient changes within a piece."""
-    atoms = [atom for length, leaves in own if length == size for index in indices_of(leaves) for atom in index.atoms()]
-    steps = [atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of.depends_on(LANE)]
-    return math.gcd(size, *steps)
+    return math.gcd(size, *(by for length, leaves in own if length == size for by in _divisors(leaves, LANE)))
 
 
 def _in_pieces(leaf: Leaf, size: int, piece: int) -> Leaf:

@@ -7,6 +7,7 @@ wider dtype, after it to a narrower one, so that nothing is rounded twice.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,24 @@ import torch
 from fxfuse import build, events
 from fxfuse.chain import plan_pass
 from fxfuse.cpu import codegen
+from fxfuse.cpu.codegen import MANY_TIMES, SLOW
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Acc, Expr
+from fxfuse.expression import Acc, Call, Expr, postorder
 from fxfuse.layout import flatten
 from fxfuse.operands import Addresses, OperandPlan, plan_operands
 from fxfuse.pooling import Separate
-from fxfuse.problem import Draft, Pass, Plan, Problem, anchor_alone, channel_operands, run_anchor, typed
+from fxfuse.problem import (
+    Declined,
+    Draft,
+    Pass,
+    Plan,
+    Problem,
+    anchor_alone,
+    channel_operands,
+    evaluate_all,
+    run_anchor,
+    typed,
+)
 from fxfuse.reference import evaluate
 
 
@@ -103,8 +116,25 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     return lambda: plan
 
 
+def _computed_again(problem: Problem, acc: torch.Tensor, elements: int) -> str | None:
+    """The slow function whose values a pass would each compute for MANY_TIMES elements or more; None if there is none.
+
+    Rotary positions are an example: the cosines of a few angles, for all heads and tokens.
+    """
+    most = elements // MANY_TIMES
+    slow = [node for node in postorder(problem.expression) if isinstance(node, Call) and node.op in SLOW]
+    if not slow or min(acc.numel(), *(math.prod(operand.shape) for operand in problem.operands), elements) > most:
+        return None
+    values = evaluate_all(problem, acc)
+    small = (node.op for node in slow if isinstance(values[node], torch.Tensor) and values[node].numel() <= most)
+    return next(small, None)
+
+
 def _draft_chain(problem: Problem, acc: torch.Tensor) -> Draft:
     chosen = plan_pass(problem, acc)
+    slow = _computed_again(problem, acc, math.prod(chosen.shape))
+    if slow is not None:
+        raise Declined(f"{slow} of a small tensor would be computed for every element of the result")
     launch, params = _compiled(problem, chosen.expression, chosen.dtype, chosen.operands)
     addresses, in_place, reads_x = chosen.operands.addresses(), chosen.in_place, chosen.reads_x
     shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype

@@ -18,13 +18,14 @@ from typing import Any, Final, TypeGuard
 
 import torch
 
-from fxfuse import build, events, ops
+from fxfuse import build, events
 from fxfuse.cpu import loops as cpu_kernels
+from fxfuse.cpu.codegen import MANY_TIMES
 from fxfuse.cuda import gpu
 from fxfuse.cuda import loops as kernels
 from fxfuse.errors import FxfuseError, MissingKernelError
 from fxfuse.expression import Call as ExpressionCall
-from fxfuse.expression import Operand, postorder
+from fxfuse.expression import Operand
 from fxfuse.program.indices import Element, variable
 from fxfuse.program.loops import (
     Inexact,
@@ -830,8 +831,8 @@ class _Plan:
         reduces = bool(loops.reductions or producer.reductions)
         if not (reduces or producer.only_moves) and times_read(loops, producer.output) > 2:
             return None  # it would be computed again for each of many readers
-        many_times = ops.MANY_TIMES * _elements_of(producer) <= _elements_of(loops)
-        if self._suits is not None and many_times and _is_slow(producer):
+        many_times = MANY_TIMES * _elements_of(producer) <= _elements_of(loops)
+        if self._suits is not None and many_times and cpu_kernels.is_slow(producer):
             return None  # such as the angles of rotary positions, for all rows
         if producer.reductions and not has_rows_read(loops, producer):
             return None
@@ -864,12 +865,6 @@ class _Plan:
         except Inexact:
             return None
         return whole if kinds == before else None
-
-
-def _is_slow(loops: Loops) -> bool:
-    """Whether an element takes a slow operation, and no reduction."""
-    calls = (node.op for node in postorder(loops.expression) if isinstance(node, ExpressionCall))
-    return not loops.reductions and not ops.SLOW.isdisjoint(calls)
 
 
 def _elements_of(loops: Loops) -> int:
