@@ -465,7 +465,7 @@ class Drafts:
     """The drafts for noted calls: one for each problem, compiled in the background from the first note on."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=ahead.WAITING * build.PROCESSORS)
+        self._pool = ThreadPoolExecutor(ahead.WAITING * build.PROCESSORS, thread_name_prefix="fxfuse")
         self._drafts: dict[Key, Future[Draft]] = {}
         self._calls: dict[Future[Draft], list[_FirstCall]] = {}
         self._others: list[Future[None]] = []

@@ -13,6 +13,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -48,6 +49,9 @@ def earlier_objects_are_no_garbage():
 
 def held():
     """How many entries there are in everything that outlives a model, and how many objects of some types."""
+    for thread in threading.enumerate():  # nothing waits for what compiled, and a thread has a function of its own
+        if thread.name.startswith("fxfuse"):
+            thread.join()
     for _ in range(3):  # one collection may free what the next finds
         gc.collect()
     registries = {
