@@ -54,7 +54,7 @@ class Ahead:
     def draft(self, problem: Problem, strict: bool, make: Callable[[Problem, bool], Draft]) -> Draft:
         """The result of make(problem, strict), perhaps made in the background already. The first call looks ahead."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
+            self._pool = ThreadPoolExecutor(WAITING * build.PROCESSORS, thread_name_prefix="fxfuse")
             self._make = make
             self.note(problem, strict)
             self._look()
