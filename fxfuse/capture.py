@@ -22,6 +22,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -173,6 +174,8 @@ class _Tracer(fx.Tracer):
         """Its weights of keys."""
         self._buffer_paths: dict[int, str] = {}
         self.taken_for_tensors: set[str] = set()
+        self.refused: tuple[list[nn.Module], str] | None = None
+        """Where a question was asked that ends the trace, and why it does."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if m in self._taken_apart:
@@ -236,6 +239,24 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
+
+    def refuse(self, error: Exception) -> None:
+        """Notes an error that is raised to end the trace, since the model's code may catch it."""
+        if self.refused is None:
+            self.refused = _where(_frames_of_trace(), error)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return self._or_refused(super().to_bool, obj)  # type: ignore[no-any-return]
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        return self._or_refused(super().iter, obj)  # type: ignore[no-any-return]
+
+    def _or_refused(self, asked: Callable[[fx.Proxy], Any], value: fx.Proxy) -> Any:
+        try:
+            return asked(value)
+        except fx.proxy.TraceError as error:
+            self.refuse(error)
+            raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
@@ -564,11 +585,21 @@ _MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpo
 """Python modules whose functions run in between a model's own functions."""
 
 
-def _where(error: BaseException) -> tuple[list[nn.Module], str]:
-    """The modules in whose forward the trace stopped, the innermost last, and the line that stopped it."""
+def _frames_of_trace() -> list[tuple[FrameType, int]]:
+    """The frames of the trace that is under way, each with its line, the innermost last."""
+    frames: list[tuple[FrameType, int]] = []
+    for frame, number in traceback.walk_stack(None):
+        if frame.f_code is _Tracer.trace.__code__:
+            break
+        frames.insert(0, (frame, number))
+    return frames
+
+
+def _where(frames: Iterable[tuple[FrameType, int]], error: Exception) -> tuple[list[nn.Module], str]:
+    """The modules in whose forward an error stopped the trace, the innermost last, and the line that did."""
     modules: list[nn.Module] = []
     line = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in frames:
         name, variables = frame.f_code.co_name, frame.f_code.co_varnames
         owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount else None  # a method's self
         tracing = frame.f_globals.get("__name__", "").startswith(_MACHINERY)
@@ -658,8 +689,11 @@ def trace(
         except Exception as error:  # tracing runs the user's code, which may raise anything
             # kept only where it is raised: its traceback has this frame, and would keep the tensors of all callers
             failed, cause = True, error if strict else None
-            modules, reason = _where(error)
+            modules, reason = _where(traceback.walk_tb(error.__traceback__), error)
             refuse([error.module] if isinstance(error, _StateError) else modules, reason)
+        if tracer.refused is not None and not failed:  # what the model's code does after that is not what a call does
+            failed = True
+            refuse(*tracer.refused)
         added = set(vars(root)).difference(names).intersection(tracer.tensor_attrs.values())
         lasting_read = {name: vars(root).pop(name) for name in added}
         _put_buffers_back(plain)

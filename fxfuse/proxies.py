@@ -2,8 +2,9 @@
 
 `isinstance(x, torch.Tensor)` is False for fx's proxies, so that the wrong branch would be traced. While a model is
 traced, such questions are answered for the value that a call will have (`answering`), if the answer is sure whatever
-the model is called with. Otherwise they end the trace. `x is None` cannot be intercepted. So where code takes a part of
-a module's result, which may be None, that code is examined (`_asked_for_none`).
+the model is called with. Otherwise they end the trace, even if the model's code catches the error: what it does then is
+not what it does at a call. `x is None` cannot be intercepted. So where code takes a part of a module's result, which
+may be None, that code is examined (`_asked_for_none`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,20 @@ from fxfuse.patterns.tensors import tensors_of
 class Proxy(fx.Proxy):
     """A proxy for which `x += 1` overwrites x, as it does for tensors. Setting an attribute on it ends the trace."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the value, for code of the model that reads this attribute or matches it with `case`.
+
+        torch's own C++ would otherwise take a proxy for a tensor in memory.
+        """
+        frame = sys._getframe(1)
+        if _is_users(frame) and _step(frame) in (*_READING, "MATCH_CLASS"):
+            return class_of(self.tracer, self.node)
+        return type(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("node", "tracer"):
-            raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
+            raise self._refused(f"the attribute {name!r} of a value is set, which a graph does not hold")
         object.__setattr__(self, name, value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -40,16 +52,18 @@ class Proxy(fx.Proxy):
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         if name in ("grad_fn", "grad"):
-            raise fx.proxy.TraceError(f"what a value's {name} is, is asked, and not known")
+            raise self._refused(f"what a value's {name} is, is asked, and not known")
         if not hasattr(torch.Tensor, name):
             frame = sys._getframe(1)
-            if _is_users(frame) and self._is_surely_tensor():
-                raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-            _check_no_question(self.node, frame, [f".{name}"])
+            if _is_users(frame):
+                asked = _step(frame) not in _READING  # by hasattr or getattr
+                if issubclass(class_of(self.tracer, self.node), torch.Tensor) if asked else self._is_surely_tensor():
+                    raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+            self._check_no_question(frame, [f".{name}"])
         return _Attribute(self, name)
 
     def __getitem__(self, index: Any) -> fx.Proxy:
-        _check_no_question(self.node, sys._getframe(1), [f"[{index!r}]"] if isinstance(index, int | str) else [])
+        self._check_no_question(sys._getframe(1), [f"[{index!r}]"] if isinstance(index, int | str) else [])
         return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
 
     def __iter__(self) -> Iterator[fx.Proxy]:
@@ -58,8 +72,48 @@ class Proxy(fx.Proxy):
         count, names = _unpacked_into(frame)
         if count is None:
             return self.tracer.iter(self)
-        _check_no_question(self.node, frame, names)
+        self._check_no_question(frame, names)
         return (self[place] for place in range(count))
+
+    def __len__(self) -> int:
+        raise self._refused("the length of a value is asked, and not known")
+
+    def __int__(self) -> int:
+        raise self._refused("a value is made a number of Python's, which a graph does not hold")
+
+    def __float__(self) -> float:
+        raise self._refused("a value is made a number of Python's, which a graph does not hold")
+
+    def __hash__(self) -> int:
+        """As a tensor's, which is its identity. Other values are found in a dictionary or set by what they are."""
+        if _is_users(sys._getframe(1)) and not issubclass(class_of(self.tracer, self.node), torch.Tensor):
+            raise self._refused("a value is looked up in a dictionary or set, and not known")
+        return object.__hash__(self)
+
+    def __repr__(self) -> str:
+        frame = sys._getframe(1)
+        if _is_users(frame) and _module_of(frame) not in sys.stdlib_module_names:  # a debugger's
+            raise self._refused("a value is written as text, which a graph does not hold")
+        return super().__repr__()
+
+    def _refused(self, reason: str) -> fx.proxy.TraceError:
+        """An error for a question that ends the trace. It ends it even if the model's code catches the error."""
+        error = fx.proxy.TraceError(reason)
+        self.tracer.refuse(error)  # type: ignore[attr-defined]  # capture.py's, as class_of's
+        return error
+
+    def _check_no_question(self, frame: FrameType, names: Iterable[str]) -> None:
+        """Raises TraceError if the code asks whether one of `names`, parts of a module's result, is None."""
+        node = self.node
+        while node.op == "call_function" and node.target in (operator.getitem, getattr):
+            if not isinstance(node.args[0], fx.Node):
+                return
+            node = node.args[0]
+        if node.op != "call_module":
+            return
+        asked = _asked_for_none(frame.f_code).intersection(names)
+        if asked:
+            raise self._refused(f"whether '{min(asked)}' of what '{node}' returns is None is asked, and not known")
 
     def _is_surely_tensor(self) -> bool:
         """Whether the value is known to be a tensor already. No argument is taken for a tensor to answer this."""
@@ -132,24 +186,16 @@ for _name in _AUGMENTED:
 # ------------------------------------------------------------------------- whether a value is None
 
 
-def _check_no_question(node: fx.Node, frame: FrameType, names: Iterable[str]) -> None:
-    """Raises TraceError if the code asks whether one of `names`, parts of a module's result, is None."""
-    while node.op == "call_function" and node.target in (operator.getitem, getattr):
-        if not isinstance(node.args[0], fx.Node):
-            return
-        node = node.args[0]
-    if node.op != "call_module":
-        return
-    asked = _asked_for_none(frame.f_code).intersection(names)
-    if asked:
-        raise fx.proxy.TraceError(f"whether '{min(asked)}' of what '{node}' returns is None is asked, and not known")
+@functools.lru_cache(maxsize=1024)
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
 
 
 @functools.lru_cache(maxsize=1024)
 def _asked_for_none(code: CodeType) -> frozenset[str]:
     """The things that a function compares with None: variables, attributes as ".name", elements as "[0]"."""
     asked = set()
-    steps = list(dis.get_instructions(code))
+    steps = _steps(code)
     for place, step in enumerate(steps):
         if step.opname == "IS_OP" and place and _is_none(steps[place - 1]):
             place -= 1
@@ -175,8 +221,8 @@ def _loaded(steps: list[dis.Instruction]) -> str:
 
 def _unpacked_into(frame: FrameType) -> tuple[int | None, list[str]]:
     """The number of values that the frame now unpacks, and the variables that get them. None if it unpacks nothing."""
-    steps = iter(dis.get_instructions(frame.f_code))
-    current = next(step for step in steps if step.offset == frame.f_lasti)
+    steps = iter(_steps_from(frame))
+    current = next(steps)
     if current.opname != "UNPACK_SEQUENCE":
         return None, []
     names: list[str] = []
@@ -185,50 +231,92 @@ def _unpacked_into(frame: FrameType) -> tuple[int | None, list[str]]:
     return current.argval, names
 
 
+def _steps_from(frame: FrameType) -> list[dis.Instruction]:
+    """The instruction that the frame now executes, and those after it. `f_lasti` may be that of a cache behind it."""
+    steps = _steps(frame.f_code)
+    return steps[sum(step.offset <= frame.f_lasti for step in steps) - 1 :]
+
+
+def _step(frame: FrameType) -> str:
+    """The name of the instruction that the frame now executes."""
+    return _steps_from(frame)[0].opname
+
+
+_READING: Final = ("LOAD_ATTR", "LOAD_METHOD")
+"""Instructions that read an attribute."""
+
+
 # ------------------------------------------------------------------------------ what a value is
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """A context in which Python's isinstance, asked by a model's code, answers for the value that a proxy will have.
-
-    `__class__` stays as it is: torch's own C++ would otherwise take a proxy for a tensor in memory.
-    """
+    """A context in which Python's `isinstance` and `type`, asked by a model's code, answer for the value of a proxy."""
     plain = builtins.isinstance
 
     def asked(value: Any, classes: Any) -> bool:
         if plain(value, classes):
             return True
-        if not issubclass(type(value), Proxy) or not _is_users(_asking_frame()):
+        if not issubclass(_type(value), Proxy) or not _is_users(_asking_frame()):
             return False
         return issubclass(class_of(value.tracer, value.node), classes)
 
     @contextlib.contextmanager
     def as_ever() -> Iterator[None]:
-        before, builtins.isinstance = builtins.isinstance, plain  # a module imports others
+        before = builtins.isinstance, builtins.type  # a module imports others
+        builtins.isinstance, builtins.type = plain, _type  # type: ignore[misc]
         try:
             with contextlib.ExitStack() as modes:
                 for _ in range(torch._C._len_torch_function_stack()):
                     modes.enter_context(torch.overrides._pop_mode_temporarily())
                 yield
         finally:
-            builtins.isinstance = before
+            builtins.isinstance, builtins.type = before  # type: ignore[misc]
 
     imports = _Imports(as_ever)
     sys.meta_path.insert(0, imports)
-    builtins.isinstance = asked
+    builtins.isinstance, builtins.type = asked, _Type  # type: ignore[misc]
     try:
         yield
     finally:
-        builtins.isinstance = plain
+        builtins.isinstance, builtins.type = plain, _type  # type: ignore[misc]
         sys.meta_path.remove(imports)
 
 
+_type: Final = type
+
+
+class _AsType(type):
+    """The class of `_Type`, which is called, compared and asked as `type` is."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = _type(*args, **kwargs)
+        if len(args) == 1 and issubclass(found, Proxy) and _is_users(sys._getframe(1)):
+            return class_of(args[0].tracer, args[0].node)
+        return cls if found is _type else found
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _type)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, _type)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _type
+
+    def __hash__(cls) -> int:
+        return hash(_type)
+
+
+class _Type(type, metaclass=_AsType):
+    """Stands for `type` during a trace: `type(x)` of a proxy is the class of the value."""
+
+
 class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules during a trace with Python's own isinstance, and without modes that record operations on tensors.
+    """Imports modules during a trace with Python's own functions, and without modes that record operations on tensors.
 
     Otherwise Dynamo, which torch imports when it is first needed (by torch.utils.checkpoint, say), would keep the
-    replaced isinstance for good. A module whose import fails half-way may never be imported again.
+    replaced functions for good. A module whose import fails half-way may never be imported again.
     """
 
     def __init__(self, as_ever: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -275,6 +363,11 @@ def _is_users(frame: FrameType) -> bool:
     return not _is_torchs(str(frame.f_globals.get("__name__")))
 
 
+def _module_of(frame: FrameType) -> str:
+    """The package whose code the frame runs."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
 def _is_torchs(module: str) -> bool:
     """Whether the Python module of this name belongs to torch or fxfuse."""
     return module.split(".")[0] in ("torch", "fxfuse")
@@ -292,7 +385,9 @@ def class_of(tracer: Any, node: fx.Node) -> type:
         found = torch.Tensor
     found = found or _other_class(tracer, node)
     if found is None:
-        raise fx.proxy.TraceError(f"the class of '{node}' is asked for, which a graph does not know")
+        error = fx.proxy.TraceError(f"the class of '{node}' is asked for, which a graph does not know")
+        tracer.refuse(error)
+        raise error
     return found
 
 

@@ -445,7 +445,38 @@ ASKING_FOR_CLASSES = {
     "an attribute that tensors lack": lambda m, x: doubled_if(hasattr(m.fc(x), "logits"), x),
     "a default": lambda m, x: x * getattr(m.fc(x), "_scale", 3),
     "what an untraced child returns": lambda m, x: doubled_if(isinstance(m.several(x), tuple), x),
+    "type": lambda m, x: doubled_if(type(m.fc(x)) is torch.Tensor, x),
+    "type of an argument": lambda m, x: doubled_if(type(x) in (torch.Tensor, nn.Parameter), m.fc(x)),
+    "type of a shape": lambda m, x: doubled_if(torch.Size is type(x.shape), m.fc(x)),
+    "a table of types": lambda m, x: x * {torch.Tensor: 2, list: 3}.get(type(m.fc(x)), 5),
+    "a type's name": lambda m, x: doubled_if(type(x).__name__ == "Tensor", m.fc(x)),
+    "a subclass": lambda m, x: doubled_if(issubclass(type(m.fc(x)), torch.Tensor), x),
+    "type of a module": lambda m, x: doubled_if(type(m.fc) is nn.Linear and type(type(m.fc)) is type, m.fc(x)),
+    "a class that forward makes": lambda m, x: m.fc(x) * type("Two", (), {"value": 2})().value,
+    "__class__": lambda m, x: doubled_if(x.__class__ is torch.Tensor, m.fc(x)),
+    "a function for each class": lambda m, x: x * factor_of(m.fc(x)),
+    "case": lambda m, x: matched(m.fc(x)),
+    "an argument's attribute that tensors lack": lambda m, x: doubled_if(hasattr(x, "logits"), m.fc(x)),
+    "an argument's default": lambda m, x: m.fc(x) * getattr(x, "_scale", 3),
 }
+
+
+@functools.singledispatch
+def factor_of(x):
+    return 2
+
+
+@factor_of.register
+def _(x: torch.Tensor):
+    return 3
+
+
+def matched(x):
+    match (x, 1):
+        case (torch.Tensor() as y, 1):
+            return y * 2
+        case _:
+            return x
 
 
 class Several(nn.Module):
@@ -460,6 +491,52 @@ def test_questions_about_a_values_class(name):
         members["several"] = Several()
     model = Net(ASKING_FOR_CLASSES[name], fc=linear(), p=randn(8), **members)
     assert_as_eager(model, fxfuse.optimize(model), X)
+
+
+def caught(question, value):
+    """What the model's code does if the question raises something."""
+    try:
+        return question(value)
+    except Exception:
+        return 5
+
+
+CAUGHT = {
+    "a branch": lambda m, x: m.fc(x) * caught(lambda y: 2 if y.sum() < 1e9 else 3, x),
+    "a number": lambda m, x: m.fc(x) * caught(lambda y: float(y.abs().max()), x),
+    "a whole number": lambda m, x: m.fc(x) * caught(lambda y: int(y.abs().max() * 9), x),
+    "a list": lambda m, x: m.fc(x) * caught(lambda y: sum(y.tolist()[0]), x),
+    "numpy": lambda m, x: m.fc(x) * caught(lambda y: float(y.detach().numpy().sum()), x),
+    "rows": lambda m, x: m.fc(x) * caught(lambda y: torch.stack([row * 2 for row in y]), x),
+    "a length": lambda m, x: m.fc(x) * caught(len, x),
+    "a class": lambda m, x: m.fc(x) * caught(lambda y: 2 if isinstance(y.shape[0] / 2, int) else 3, x),
+    "whether there is a gradient": lambda m, x: m.fc(x) * caught(lambda y: 2 if y.grad is None else 3, x),
+    "a child's branch": lambda m, x: m.fc(x) * caught(m.branching, x),
+}
+AS_KEYS = {
+    "a size in a dictionary": lambda m, x: m.fc(x) * {5: 2}.get(x.shape[0], 3),
+    "a shape in a set": lambda m, x: doubled_if(x.shape in {(5, 8)}, m.fc(x)),
+    "tensors in a set": lambda m, x: m.fc(x) * len({x, m.fc(x), x}),
+    "shapes that are equal": lambda m, x: m.fc(x) * len({x.shape, (x * 2).shape}),
+    "an argument in a dictionary": lambda m, x: m.fc(x) * {x: 2}.get(x, 5),
+    "text": lambda m, x: doubled_if(f"{x.shape}".startswith("torch.Size"), m.fc(x)),
+    "text of a value": lambda m, x: doubled_if("tensor(" in str(m.fc(x)), x),
+}
+
+
+@pytest.mark.parametrize("name", [*CAUGHT, *AS_KEYS])
+def test_what_a_trace_cannot_know_runs_as_python(name):
+    """Also if the model's code catches the error that says so: at a call the question raises none."""
+    model = Net({**CAUGHT, **AS_KEYS}[name], fc=linear(), branching=Branching())
+    fast = fxfuse.optimize(model)
+    assert_as_eager(model, fast, X)
+    assert_as_eager(model, fast, X)
+    assert bool(state_of(fast).captured.untraced) == (name not in ("tensors in a set", "an argument in a dictionary"))
+
+
+def test_a_question_whose_error_is_caught_is_reported_with_its_line():
+    with pytest.raises(fxfuse.CaptureError, match=r"test_capture.py:\d+ in Net.<lambda>: .*control flow"):
+        fxfuse.optimize(Net(CAUGHT["a branch"], fc=linear()), strict=True)
 
 
 IMPORTED_LATE = """
