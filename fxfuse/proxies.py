@@ -17,7 +17,7 @@ import importlib.abc
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
@@ -251,39 +251,52 @@ _READING: Final = ("LOAD_ATTR", "LOAD_METHOD")
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """A context in which Python's `isinstance` and `type`, asked by a model's code, answer for the value of a proxy."""
-    plain = builtins.isinstance
-
-    def asked(value: Any, classes: Any) -> bool:
-        if plain(value, classes):
-            return True
-        if not issubclass(_type(value), Proxy) or not _is_users(_asking_frame()):
-            return False
-        return issubclass(class_of(value.tracer, value.node), classes)
+    """A context in which Python's own functions, asked by a model's code, answer for the value of a proxy."""
 
     @contextlib.contextmanager
     def as_ever() -> Iterator[None]:
-        before = builtins.isinstance, builtins.type  # a module imports others
-        builtins.isinstance, builtins.type = plain, _type  # type: ignore[misc]
-        try:
-            with contextlib.ExitStack() as modes:
-                for _ in range(torch._C._len_torch_function_stack()):
-                    modes.enter_context(torch.overrides._pop_mode_temporarily())
-                yield
-        finally:
-            builtins.isinstance, builtins.type = before  # type: ignore[misc]
+        with _builtins(_PLAIN), contextlib.ExitStack() as modes:  # the module that is imported may import others
+            for _ in range(torch._C._len_torch_function_stack()):
+                modes.enter_context(torch.overrides._pop_mode_temporarily())
+            yield
 
     imports = _Imports(as_ever)
     sys.meta_path.insert(0, imports)
-    builtins.isinstance, builtins.type = asked, _Type  # type: ignore[misc]
     try:
-        yield
+        with _builtins({"isinstance": _is_instance, "type": _Type, "callable": _is_callable}):
+            yield
     finally:
-        builtins.isinstance, builtins.type = plain, _type  # type: ignore[misc]
         sys.meta_path.remove(imports)
 
 
-_type: Final = type
+@contextlib.contextmanager
+def _builtins(functions: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which these stand for Python's functions of the same names."""
+    before = {name: getattr(builtins, name) for name in functions}
+    vars(builtins).update(functions)
+    try:
+        yield
+    finally:
+        vars(builtins).update(before)
+
+
+_PLAIN: Final[Mapping[str, Any]] = {"isinstance": isinstance, "type": type, "callable": callable}
+_isinstance, _type, _callable = isinstance, type, callable
+
+
+def _is_instance(value: Any, classes: Any) -> bool:
+    if _isinstance(value, classes):
+        return True
+    if not issubclass(_type(value), Proxy) or not _is_users(_asking_frame()):
+        return False
+    return issubclass(class_of(value.tracer, value.node), classes)
+
+
+def _is_callable(value: Any) -> bool:
+    """A proxy has the method `__call__`."""
+    if issubclass(_type(value), Proxy) and _is_users(sys._getframe(1)):
+        return any("__call__" in vars(base) for base in class_of(value.tracer, value.node).__mro__)
+    return _callable(value)
 
 
 class _AsType(type):
@@ -296,7 +309,7 @@ class _AsType(type):
         return cls if found is _type else found
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, _type)
+        return _isinstance(value, _type)
 
     def __subclasscheck__(cls, other: type) -> bool:
         return issubclass(other, _type)

@@ -454,11 +454,17 @@ ASKING_FOR_CLASSES = {
     "type of a module": lambda m, x: doubled_if(type(m.fc) is nn.Linear and type(type(m.fc)) is type, m.fc(x)),
     "a class that forward makes": lambda m, x: m.fc(x) * type("Two", (), {"value": 2})().value,
     "__class__": lambda m, x: doubled_if(x.__class__ is torch.Tensor, m.fc(x)),
+    "callable": lambda m, x: m.fc(x) if callable(x) else m.fc(x) * 2,
+    "callable or a value": lambda m, x: default_of(m.fc(x)) + default_of(lambda: 2),
     "a function for each class": lambda m, x: x * factor_of(m.fc(x)),
     "case": lambda m, x: matched(m.fc(x)),
     "an argument's attribute that tensors lack": lambda m, x: doubled_if(hasattr(x, "logits"), m.fc(x)),
     "an argument's default": lambda m, x: m.fc(x) * getattr(x, "_scale", 3),
 }
+
+
+def default_of(value):
+    return value() if callable(value) else value
 
 
 @functools.singledispatch
