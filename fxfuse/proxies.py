@@ -53,8 +53,11 @@ class Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         if name in ("grad_fn", "grad"):
             raise self._refused(f"what a value's {name} is, is asked, and not known")
+        frame = sys._getframe(1)
+        other = _other_class(self.tracer, self.node)
+        if other is not None and not hasattr(other, name) and _is_users(frame):
+            raise AttributeError(f"'{other.__name__}' object has no attribute '{name}'")
         if not hasattr(torch.Tensor, name):
-            frame = sys._getframe(1)
             if _is_users(frame):
                 asked = _step(frame) not in _READING  # by hasattr or getattr
                 if issubclass(class_of(self.tracer, self.node), torch.Tensor) if asked else self._is_surely_tensor():
@@ -474,10 +477,14 @@ def _other_class(tracer: Any, node: fx.Node) -> type | None:
     if not isinstance(first, fx.Node):
         return None
     asks = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
-    if asks is not None and _tensor_class(tracer, first) is not None:
-        if asks in ("size", "stride"):
-            return (torch.Size if asks == "size" else tuple) if len(node.args) == 1 and not node.kwargs else int
-        return _CLASSES.get(str(asks))
+    if asks in ("size", "stride"):
+        found: type | None = int
+        if len(node.args) == 1 and not node.kwargs:
+            found = torch.Size if asks == "size" else tuple
+    else:
+        found = None if asks is None else _CLASSES.get(str(asks))
+    if found is not None:
+        return found if _tensor_class(tracer, first) is not None else None
     if node.target is operator.getitem and _other_class(tracer, first) in (torch.Size, tuple):
         return _other_class(tracer, first) if isinstance(node.args[1], slice) else int
     if node.target in _OF_NUMBERS:

@@ -12,6 +12,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -454,6 +455,8 @@ ASKING_FOR_CLASSES = {
     "type of a module": lambda m, x: doubled_if(type(m.fc) is nn.Linear and type(type(m.fc)) is type, m.fc(x)),
     "a class that forward makes": lambda m, x: m.fc(x) * type("Two", (), {"value": 2})().value,
     "__class__": lambda m, x: doubled_if(x.__class__ is torch.Tensor, m.fc(x)),
+    "an attribute that shapes lack": lambda m, x: doubled_if(hasattr(x.shape, "prod"), m.fc(x)),
+    "numpy's product of sizes": lambda m, x: m.fc(x) * np.prod(x.shape[1:]),
     "callable": lambda m, x: m.fc(x) if callable(x) else m.fc(x) * 2,
     "callable or a value": lambda m, x: default_of(m.fc(x)) + default_of(lambda: 2),
     "a function for each class": lambda m, x: x * factor_of(m.fc(x)),
