@@ -93,12 +93,6 @@ class Proxy(fx.Proxy):
             raise self._refused("a value is looked up in a dictionary or set, and not known")
         return object.__hash__(self)
 
-    def __repr__(self) -> str:
-        frame = sys._getframe(1)
-        if _is_users(frame) and _module_of(frame) not in sys.stdlib_module_names:  # a debugger's
-            raise self._refused("a value is written as text, which a graph does not hold")
-        return super().__repr__()
-
     def _refused(self, reason: str) -> fx.proxy.TraceError:
         """An error for a question that ends the trace. It ends it even if the model's code catches the error."""
         error = fx.proxy.TraceError(reason)
@@ -377,11 +371,6 @@ _ASKING: Final = frozenset(
 def _is_users(frame: FrameType) -> bool:
     """Whether the frame runs code of the model, or of a library that is neither torch nor fxfuse."""
     return not _is_torchs(str(frame.f_globals.get("__name__")))
-
-
-def _module_of(frame: FrameType) -> str:
-    """The package whose code the frame runs."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _is_torchs(module: str) -> bool:
