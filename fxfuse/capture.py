@@ -174,8 +174,8 @@ class _Tracer(fx.Tracer):
         """Its weights of keys."""
         self._buffer_paths: dict[int, str] = {}
         self.taken_for_tensors: set[str] = set()
-        self.refused: tuple[list[nn.Module], str] | None = None
-        """Where a question was asked that ends the trace, and why it does."""
+        self.stop: tuple[list[nn.Module], str] | None = None
+        """The first question that ends the trace: the modules in whose forward it was asked, and why it does."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if m in self._taken_apart:
@@ -240,22 +240,23 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
 
-    def refuse(self, error: Exception) -> None:
+    def note_stop(self, error: Exception) -> None:
         """Notes an error that is raised to end the trace, since the model's code may catch it."""
-        if self.refused is None:
-            self.refused = _where(_frames_of_trace(), error)
+        if self.stop is None:
+            frames = list(_frames_of_trace(sys._getframe(1)))
+            self.stop = _where(((frame, frame.f_lineno) for frame in reversed(frames)), error)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        return self._or_refused(super().to_bool, obj)  # type: ignore[no-any-return]
+        return self._or_stopped(super().to_bool, obj)  # type: ignore[no-any-return]
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return self._or_refused(super().iter, obj)  # type: ignore[no-any-return]
+        return self._or_stopped(super().iter, obj)  # type: ignore[no-any-return]
 
-    def _or_refused(self, asked: Callable[[fx.Proxy], Any], value: fx.Proxy) -> Any:
+    def _or_stopped(self, asked: Callable[[fx.Proxy], Any], value: fx.Proxy) -> Any:
         try:
             return asked(value)
         except fx.proxy.TraceError as error:
-            self.refuse(error)
+            self.note_stop(error)
             raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -571,28 +572,23 @@ def _is_literal(value: Any) -> bool:
 
 def _line_of_model() -> str | None:
     """The line of the model's own code that is being traced, as fx writes it; None if only torch's code runs."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code is not _Tracer.trace.__code__:
+    for frame in _frames_of_trace(sys._getframe(2)):
         if str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse"):
             name, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(name, number, frame.f_globals).strip()
             return f'  File "{name}", line {number}, in {frame.f_code.co_name}\n    {line}\n'
-        frame = frame.f_back
     return None
+
+
+def _frames_of_trace(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the trace that is under way, from this one outwards."""
+    while frame is not None and frame.f_code is not _Tracer.trace.__code__:
+        yield frame
+        frame = frame.f_back
 
 
 _MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpoint", __name__)
 """Python modules whose functions run in between a model's own functions."""
-
-
-def _frames_of_trace() -> list[tuple[FrameType, int]]:
-    """The frames of the trace that is under way, each with its line, the innermost last."""
-    frames: list[tuple[FrameType, int]] = []
-    for frame, number in traceback.walk_stack(None):
-        if frame.f_code is _Tracer.trace.__code__:
-            break
-        frames.insert(0, (frame, number))
-    return frames
 
 
 def _where(frames: Iterable[tuple[FrameType, int]], error: Exception) -> tuple[list[nn.Module], str]:
@@ -691,9 +687,9 @@ def trace(
             failed, cause = True, error if strict else None
             modules, reason = _where(traceback.walk_tb(error.__traceback__), error)
             refuse([error.module] if isinstance(error, _StateError) else modules, reason)
-        if tracer.refused is not None and not failed:  # what the model's code does after that is not what a call does
+        if tracer.stop is not None and not failed:  # what the model's code does after that is not what a call does
             failed = True
-            refuse(*tracer.refused)
+            refuse(*tracer.stop)
         added = set(vars(root)).difference(names).intersection(tracer.tensor_attrs.values())
         lasting_read = {name: vars(root).pop(name) for name in added}
         _put_buffers_back(plain)

@@ -44,7 +44,7 @@ class Proxy(fx.Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("node", "tracer"):
-            raise self._refused(f"the attribute {name!r} of a value is set, which a graph does not hold")
+            raise _unanswered(self.tracer, f"the attribute {name!r} of a value is set, which a graph does not hold")
         object.__setattr__(self, name, value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -52,11 +52,12 @@ class Proxy(fx.Proxy):
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         if name in ("grad_fn", "grad"):
-            raise self._refused(f"what a value's {name} is, is asked, and not known")
+            raise _unanswered(self.tracer, f"what a value's {name} is, is asked, and not known")
         frame = sys._getframe(1)
-        other = _other_class(self.tracer, self.node)
-        if other is not None and not hasattr(other, name) and _is_users(frame):
-            raise AttributeError(f"'{other.__name__}' object has no attribute '{name}'")
+        if _is_users(frame):
+            other = _other_class(self.tracer, self.node)
+            if other is not None and not hasattr(other, name):
+                raise AttributeError(f"'{other.__name__}' object has no attribute '{name}'")
         if not hasattr(torch.Tensor, name):
             if _is_users(frame):
                 asked = _step(frame) not in _READING  # by hasattr or getattr
@@ -79,25 +80,19 @@ class Proxy(fx.Proxy):
         return (self[place] for place in range(count))
 
     def __len__(self) -> int:
-        raise self._refused("the length of a value is asked, and not known")
+        raise _unanswered(self.tracer, "the length of a value is asked, and not known")
 
     def __int__(self) -> int:
-        raise self._refused("a value is made a number of Python's, which a graph does not hold")
+        raise _unanswered(self.tracer, "a value is made a number of Python's, which a graph does not hold")
 
     def __float__(self) -> float:
-        raise self._refused("a value is made a number of Python's, which a graph does not hold")
+        raise _unanswered(self.tracer, "a value is made a number of Python's, which a graph does not hold")
 
     def __hash__(self) -> int:
         """As a tensor's, which is its identity. Other values are found in a dictionary or set by what they are."""
         if _is_users(sys._getframe(1)) and not issubclass(class_of(self.tracer, self.node), torch.Tensor):
-            raise self._refused("a value is looked up in a dictionary or set, and not known")
+            raise _unanswered(self.tracer, "a value is looked up in a dictionary or set, and not known")
         return object.__hash__(self)
-
-    def _refused(self, reason: str) -> fx.proxy.TraceError:
-        """An error for a question that ends the trace. It ends it even if the model's code catches the error."""
-        error = fx.proxy.TraceError(reason)
-        self.tracer.refuse(error)  # type: ignore[attr-defined]  # capture.py's, as class_of's
-        return error
 
     def _check_no_question(self, frame: FrameType, names: Iterable[str]) -> None:
         """Raises TraceError if the code asks whether one of `names`, parts of a module's result, is None."""
@@ -110,7 +105,9 @@ class Proxy(fx.Proxy):
             return
         asked = _asked_for_none(frame.f_code).intersection(names)
         if asked:
-            raise self._refused(f"whether '{min(asked)}' of what '{node}' returns is None is asked, and not known")
+            raise _unanswered(
+                self.tracer, f"whether '{min(asked)}' of what '{node}' returns is None is asked, and not known"
+            )
 
     def _is_surely_tensor(self) -> bool:
         """Whether the value is known to be a tensor already. No argument is taken for a tensor to answer this."""
@@ -178,6 +175,13 @@ def _augmented_buffer(function: Callable[..., Any]) -> Callable[[BufferProxy, An
 
 for _name in _AUGMENTED:
     setattr(BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
+
+
+def _unanswered(tracer: Any, reason: str) -> fx.proxy.TraceError:
+    """An error for a question that ends the trace. It ends it even if the model's code catches the error."""
+    error = fx.proxy.TraceError(reason)
+    tracer.note_stop(error)
+    return error
 
 
 # ------------------------------------------------------------------------- whether a value is None
@@ -277,8 +281,8 @@ def _builtins(functions: Mapping[str, Any]) -> Iterator[None]:
         vars(builtins).update(before)
 
 
-_PLAIN: Final[Mapping[str, Any]] = {"isinstance": isinstance, "type": type, "callable": callable}
 _isinstance, _type, _callable = isinstance, type, callable
+_PLAIN: Final[Mapping[str, Any]] = {"isinstance": _isinstance, "type": _type, "callable": _callable}
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
@@ -390,9 +394,7 @@ def class_of(tracer: Any, node: fx.Node) -> type:
         found = torch.Tensor
     found = found or _other_class(tracer, node)
     if found is None:
-        error = fx.proxy.TraceError(f"the class of '{node}' is asked for, which a graph does not know")
-        tracer.refuse(error)
-        raise error
+        raise _unanswered(tracer, f"the class of '{node}' is asked for, which a graph does not know")
     return found
 
 
