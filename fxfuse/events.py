@@ -21,6 +21,8 @@ class Launch:
     addresses: tuple[int, ...]
     together: int = 1
     """Most such problems that one launch of the kernel may run (cuda/kernel.py)."""
+    in_place: bool = True
+    """Whether the result may lie in an operand's memory (cuda/kernel.py)."""
 
 
 @dataclass
@@ -46,11 +48,13 @@ def recorded() -> Iterator[Events]:
         del recording[threading.get_ident()]
 
 
-def note_launch(function: Callable[..., None], params: bytes, addresses: Sequence[int], together: int = 1) -> None:
+def note_launch(
+    function: Callable[..., None], params: bytes, addresses: Sequence[int], together: int = 1, in_place: bool = True
+) -> None:  # fmt: skip
     """Notes that `function` is launched with `params` on `addresses`."""
     events = recording.get(threading.get_ident())
     if events is not None:
-        events.launches.append(Launch(function, params, tuple(addresses), together))
+        events.launches.append(Launch(function, params, tuple(addresses), together, in_place))
 
 
 def note_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,18 +48,33 @@ def launch(
 
     Operands are read element by element, as those whose addresses nothing is known of. Returns whether warps multiplied
     alone (mma): warpgroups hand on to them what they find not finite.
+
+    Runs it once more for each operand that lies as the output does, with the output in the operand's memory, if the
+    kernel allows this (Kernel.in_place). The result must be the same.
     """
-    output = tensors[-1].dtype
-    library = compiled(codegen.generate(parse(epilogue), output, _kinds(operands), kernel, tf32=tf32))
+    out = tensors[-1]
+    library = compiled(codegen.generate(parse(epilogue), out.dtype, _kinds(operands), kernel, tf32=tf32))
     params = kernel.params + b"".join(struct.pack("<3q", *operand.strides) for operand in operands)
-    workspace = torch.full((max(kernel.workspace, 1),), 0xAB, dtype=torch.uint8)  # undefined contents
-    addresses = [tensor.data_ptr() for tensor in (*tensors, *([workspace] if kernel.workspace else []))]
-    addresses += [operand.tensor.data_ptr() for operand in operands]
-    before = library.emulated_warp_products()
-    code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
-    if code != 0:
-        raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
-    return bool(library.emulated_warp_products() != before)
+
+    def run(tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
+        workspace = [torch.full((kernel.workspace,), 0xAB, dtype=torch.uint8)] if kernel.workspace else []  # undefined
+        addresses = [tensor.data_ptr() for tensor in (*tensors, *workspace, *operands)]
+        code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
+        if code != 0:
+            raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
+
+    before, given = library.emulated_warp_products(), [operand.tensor for operand in operands]
+    run(tensors, given)
+    by_warps = bool(library.emulated_warp_products() != before)
+    for operand in given if kernel.in_place else ():
+        if (operand.shape, operand.stride(), operand.dtype) != (out.shape, out.stride(), out.dtype):
+            continue
+        shared = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype).copy_(operand)
+        run([shared if tensor is out else tensor for tensor in tensors],
+            [shared if tensor is operand else tensor for tensor in given])  # fmt: skip
+        is_same = (shared == out) | (shared.isnan() & out.isnan())
+        assert is_same.all(), f"{kernel.name} computes something else in the memory of an operand"
+    return by_warps
 
 
 def _kinds(operands: Sequence[Operand]) -> tuple[OperandKind, ...]:

@@ -307,18 +307,19 @@ def test_depthwise_convolution_by_tensor_cores_keeps_infinities_and_nan_in_their
 )  # fmt: skip
 def test_matrix_product(m, n, k, precision, layout, of_x):
     dtype = PRECISIONS.get(precision, torch.float32)
-    x, bias = integers(m, k, dtype=dtype), integers(n, dtype=dtype)
+    x, bias, residual = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(m, n, dtype=dtype)
     own = x if of_x == "mk" else x.T.contiguous()
     weight = integers(n, k, dtype=dtype) if layout == "nk" else integers(k, n, dtype=dtype)
     strides = own.stride(0), weight.stride(0), n
     problem = gemm_problem.Problem(m, n, k, precision, layout, *strides, 16, 16, multiprocessors=2, x_layout=of_x)
     matrix = weight.double() if layout == "nk" else weight.double().T
-    want = F.relu(F.linear(x.double(), matrix, bias.double())).to(dtype)
+    want = (F.relu(F.linear(x.double(), matrix, bias.double())) - residual).to(dtype)
     kernels = gemm.candidates(problem)
     shared = [kernel for kernel in kernels if kernel.workspace]
+    operands = Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1))
     for kernel in dict.fromkeys((kernels[0], kernels[-1], *shared[:1])):
         out = torch.full((m, n), 99, dtype=dtype)
-        launch(kernel, EPILOGUE, (own, weight, out), (Operand(bias, (0, 0, 1)),), tf32=precision == "tf32")
+        launch(kernel, "relu(acc + o0) - o1", (own, weight, out), operands, tf32=precision == "tf32")
         assert torch.equal(out, want), kernel.name
 
 
@@ -423,12 +424,14 @@ def test_matrix_product_by_warpgroups(precision, tile, layout, x_layout, monkeyp
             m, n, k, precision, layout, own.stride(0), other.stride(0), n, multiprocessors=2,
             shared_memory=228 << 10, hopper=True, x_layout=x_layout,
         )  # fmt: skip
-        want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+        residual = integers(m, n, dtype=dtype)
+        want = (F.relu(F.linear(x.double(), weight.double(), bias.double())) - residual).to(dtype)
+        operands = Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1))
         kernels = hoppers(gemm.candidates(problem))
         assert kernels
         for kernel in kernels:
             out = torch.full((m, n), 99, dtype=dtype)
-            launch(kernel, EPILOGUE, (own, other, out), (Operand(bias, (0, 0, 1)),))
+            launch(kernel, "relu(acc + o0) - o1", (own, other, out), operands)
             assert torch.equal(out, want), kernel.name
 
 
@@ -480,29 +483,31 @@ def test_float32_product_by_warpgroups(tile, splits, layout, x_layout):
         out = torch.full((m, n), 99.0)
         weight = weight if layout == "nk" else weight.T.contiguous()
         x = x if x_layout == "mk" else x.T.contiguous()
-        return launch(kernel, epilogue, (x, weight, out), (Operand(bias, (0, 0, 1)),)), out
+        operands = Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1))
+        return launch(kernel, epilogue, (x, weight, out), operands), out
 
     # part of a tile; several tiles with parts at the ends, fewer tiles of K than stages and more
     for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 3 * 32), (tile.m + 6, tile.n + 12, 11 * 32 + 8)):
         if k < 32 * splits:
             continue
         m = m if x_layout == "mk" else -(-m // 4) * 4  # every read has 16 bytes
-        x, bias, weight = integers(m, k), integers(n), integers(n, k)
+        x, bias, weight, residual = integers(m, k), integers(n), integers(n, k), integers(m, n)
         strides = k if x_layout == "mk" else m, k if layout == "nk" else n, n
         problem = gemm_problem.Problem(
             m, n, k, "tf32x3", layout, *strides, multiprocessors=132, shared_memory=228 << 10, x_layout=x_layout
         )
         kernel = gemm._kernel(tile, problem, splits)
         for of_x, of_weight in ((4099, 1), (1, 4099))[0 if k > 96 else 1 :]:  # 13 bits
-            want = F.relu(F.linear(x.double() * of_x, weight.double() * of_weight, bias.double())).float()
-            by_mma, out = run(EPILOGUE, x * of_x, weight * of_weight)
+            want = F.relu(F.linear(x.double() * of_x, weight.double() * of_weight, bias.double())) - residual
+            want = want.float()
+            by_mma, out = run("relu(acc + o0) - o1", x * of_x, weight * of_weight)
             assert torch.equal(out, want) and not by_mma, kernel.name
     x[3, 5], x[10, 7], x[m - 1, k - 1] = float("nan"), float("inf"), -float("inf")
     weight[6, 7], weight[n - 1, 0], weight[4, 7] = -float("inf"), float("inf"), 0
     x[:, 0] += 4099
-    want = F.linear(x.double(), weight.double(), bias.double()).float()
+    want = (F.linear(x.double(), weight.double(), bias.double()) - residual).float()
     assert want.isnan().any() and want.isposinf().any() and want.isneginf().any()
-    by_mma, out = run("acc + o0", x, weight)
+    by_mma, out = run("acc + o0 - o1", x, weight)
     assert by_mma
     torch.testing.assert_close(out, want, rtol=1e-6, atol=0, equal_nan=True)
 
@@ -621,7 +626,9 @@ def test_tiles_of_the_last_wave_are_shared(precision, tile):
     tile, dtype = dataclasses.replace(tile, resident=1), PRECISIONS[precision]
     m, n, k = 9 * tile.m - 5, 2 * tile.n - 8, 11 * (32 if dtype == torch.float32 else 64)  # 18 tiles in two bands
     x, bias, weight = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
-    want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+    residual = integers(m, n, dtype=dtype)
+    operands = Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1))
+    want = (F.relu(F.linear(x.double(), weight.double(), bias.double())) - residual).to(dtype)
     for multiprocessors, shared in ((5, 3), (16, 2), (17, 1)):
         problem = gemm_problem.Problem(
             m, n, k, precision, "nk", k, k, n, multiprocessors=multiprocessors, shared_memory=228 << 10, hopper=True
@@ -629,11 +636,11 @@ def test_tiles_of_the_last_wave_are_shared(precision, tile):
         kernel = gemm._kernel(tile, problem, 2)
         assert kernel.workspace == gemm.shared_sums_bytes(shared, tile.m * tile.n, 2)
         out = torch.full((m, n), 99, dtype=dtype)
-        launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+        launch(kernel, "relu(acc + o0) - o1", (x, weight, out), operands)
         assert torch.equal(out, want), (kernel.name, multiprocessors)
     x[m - 1, 3], x[2, 7] = math.inf, math.nan  # in a shared tile, and in one that is not
-    want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
-    launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+    want = (F.relu(F.linear(x.double(), weight.double(), bias.double())) - residual).to(dtype)
+    launch(kernel, "relu(acc + o0) - o1", (x, weight, out), operands)
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 

@@ -621,6 +621,18 @@ def test_softmax_lies_where_its_scores_lay(device):
     assert made.arena_size == 64 * 64 * 4, made.code
 
 
+def test_groups_lie_where_they_are_computed_from(device):
+    """Each channel of a group has a weight of its own, and all are reduced together."""
+
+    def forward(m, x):
+        x = (x.relu() * 2).neg().cumsum(0)
+        return F.group_norm(((x @ x.mT) * 2).view(1, 8, 8, 64), 2, m.scale, m.shift).view(64, 64) @ x
+
+    model = Net(forward, scale=nn.Parameter(torch.rand(8)), shift=nn.Parameter(torch.rand(8)))
+    made = checked(model, device, 64, 8, exact=False)
+    assert made.arena_size == 64 * 64 * 4, made.code
+
+
 @pytest.mark.parametrize("computed", [False, True], ids=["a parameter", "computed"])
 def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, device, monkeypatch):
     monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)

@@ -741,6 +741,13 @@ class TestOneLaunch:
         assert [slot for slot, _ in first.references] == [x, w, q, x, w, k, x, w, v]
         assert first.writes == {q, k, v}
 
+    def test_memory_that_another_of_them_reads_is_not_overwritten(self):
+        x, y, q, k, v = self.slots("xyqkv")
+        steps = [product(self.kernel, (x,), (q,)), product(self.kernel, (x, y), (k,)), product(self.kernel, (), (v,))]
+        steps[0].in_place, steps[1].in_place = [(x, q)], [(x, k), (y, k)]
+        (found,) = in_one_launch(steps)
+        assert found.in_place == [(y, k)]
+
     def test_no_more_than_a_launch_has(self):
         x, *results = self.slots("xabcdef")
         found = in_one_launch([product(self.kernel, (x,), (one,)) for one in results])

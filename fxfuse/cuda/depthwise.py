@@ -40,7 +40,8 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
     config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
     cpp = f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
     # Both are measured: with a long epilogue tensor cores may gain nothing.
-    return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, packed), ring]
+    # A block that finds infinite sums computes all its outputs again, after they are stored.
+    return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, packed, in_place=False), ring]
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:

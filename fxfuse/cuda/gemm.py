@@ -467,6 +467,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         params=_params(problem, block, splits, alone),
         shared=tile.shared_bytes,
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
+        in_place=struct_name != "WgmmaTf32x3Gemm",  # which computes tiles with infinite sums again when all are stored
     )
 
 

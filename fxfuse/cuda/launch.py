@@ -54,7 +54,7 @@ def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, la
 
     def queue(pointers: Sequence[int], *tensors: int) -> None:
         if events.recording:
-            events.note_launch(launch, params, (*tensors, *pointers), kernel.together)
+            events.note_launch(launch, params, (*tensors, *pointers), kernel.together, kernel.in_place)
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:

@@ -135,6 +135,7 @@ def max_pool_kernel(
         header=MAX_POOL_HEADER,
         type=f"MaxPool<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {vector}, {pool.height}, {pool.width}, {layout}>",
         params=struct.pack("<10q", images, channels, height, width, *pooled_size, *pool[2:6]),
+        in_place=False,  # outputs that are side by side read the same element of an operand
     )
 
 

@@ -498,6 +498,7 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
 
     Only the threads that compute the result at the same offset, or its row, may read an element of the value.
     """
+    loops = divided(loops)
     rows = rows_of(loops) if loops.reductions else Rows((), ())
     if rows is None or rows.inner:
         return False

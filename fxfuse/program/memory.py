@@ -11,6 +11,7 @@ last read. But it is freed instead where what torch allocates needs the memory m
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import operator
@@ -34,6 +35,8 @@ WORTH: Final = 0.005
 back. Each takes a microsecond or two."""
 FITTING: Final = 0.8
 """The part of a piece of lent memory that a result must fill to be placed there, if loose ones keep too much alive."""
+LIMITS: Final = (0.0, 0.3, 0.6)
+"""Plans with more arenas and lists are tried for these parts of what fewer need more than is alive at once."""
 MOST_ORDERS: Final = 8
 """The most orders in which blocks are placed, from one first order."""
 NEAR: Final = 6
@@ -120,8 +123,13 @@ class _Timeline:
             lent: the sizes of lent slots in bytes.
         """
         self._steps = steps
-        self._sizes = _allocated_by_torch(steps)
-        self._lent = [(last, lent[slot]) for slot, last in deaths.items()] if steps else []
+        end = len(steps) - 1
+        self._spans = [
+            (slot.first, end if slot.escapes else slot.last, nbytes)
+            for slot, nbytes in _allocated_by_torch(steps).items()
+        ]
+        """(first step, last step, bytes) of results that torch allocated, or that the caller gets, and of lent memory."""
+        self._spans += [(0, last, lent[slot]) for slot, last in deaths.items()] if steps else []
         self.joints = frozenset(
             number + 1 for number, pair in enumerate(itertools.pairwise(steps)) if all(map(_is_launch, pair))
         )
@@ -134,11 +142,31 @@ class _Timeline:
 
     def others(self, moments: Sequence[int]) -> list[int]:
         """By moment: the bytes of results that torch allocated, or that the caller gets, and of lent memory."""
-        changes = _changes(self._sizes, moments)
-        for last, nbytes in self._lent:
-            changes[0] += nbytes
+        changes = [0] * (moments[-1] + 2 if moments else 1)
+        for first, last, nbytes in self._spans:
+            changes[moments[first]] += nbytes
             changes[moments[last] + 1] -= nbytes
         return list(itertools.accumulate(changes))[:-1]
+
+    def ends_within(self, arenas: Iterable[Arena], limit: float) -> frozenset[int]:
+        """The fewest ends of lists with which no moment needs more than `limit` bytes with these arenas.
+
+        Where a single step needs more, it is alone.
+        """
+        count = len(self._steps)
+        begins, changes = [0] * count, [0] * (count + 1)
+        for first, last, nbytes in (*self._spans, *((arena.first, arena.last, arena.size) for arena in arenas)):
+            begins[first] += nbytes
+            changes[first] += nbytes
+            changes[last + 1] -= nbytes
+        alive = list(itertools.accumulate(changes))
+        ends, now = set[int](), 0
+        for number, more in enumerate(begins):
+            is_joined = number in self.joints and now + more <= limit
+            now = now + more if is_joined else alive[number]
+            if not is_joined:
+                ends.add(number)
+        return self.joints & ends
 
 
 def arenas_of(
@@ -171,18 +199,18 @@ def arenas_of(
 
 def _planned(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
     """Arenas for blocks. Lists of launches end early where that is worth it."""
-    whole = _with_few_arenas(_cut_where_it_saves(blocks, timeline, frozenset()), timeline, frozenset())
+    whole = _with_few_arenas(_cut_where_it_saves(blocks, timeline), timeline)
     peak = _placed_peak(whole, timeline)
     each = timeline.moments(timeline.joints)
-    if peak <= max(SMALL, _least(blocks, timeline.others(each), each) * (1 + WORTH)):
+    least = max(SMALL, _least(blocks, timeline.others(each), each))
+    if peak <= least * (1 + WORTH):
         return whole
-    finer = _with_ends(blocks, timeline)
-    saved = 1 - _placed_peak(finer, timeline) / peak
-    calls = len(finer.arenas) + len(finer.ends) - len(whole.arenas)
-    if saved > max(1, calls) * WORTH:
-        return finer
-    _placed_peak(whole, timeline)  # again: the other plan has moved its blocks
-    return whole
+    limits = [least + part * (peak - least) for part in LIMITS]
+    plans = [whole, *(_within(blocks, timeline, limit) for limit in limits)]
+    costs = [_placed_peak(plan, timeline) * (1 + WORTH * (len(plan.arenas) + len(plan.ends))) for plan in plans]
+    chosen = plans[costs.index(min(costs))]
+    _placed_peak(chosen, timeline)  # again: the other plans have moved its blocks
+    return chosen
 
 
 def _placed_peak(plan: Plan, timeline: _Timeline) -> int:
@@ -197,32 +225,69 @@ def _peak(plan: Plan, timeline: _Timeline) -> int:
     return max([SMALL, *_at_once(plan.arenas, timeline.others(timeline.moments(plan.ends)))])
 
 
-def _with_ends(blocks: Sequence[Block], timeline: _Timeline) -> Plan:
-    """Arenas for blocks, with as few ends of lists as the least peak allows.
+def _within(blocks: Sequence[Block], timeline: _Timeline, limit: float) -> Plan:
+    """Arenas for blocks, and ends of lists: few of both, but so many that at most `limit` bytes are needed, or nearly.
 
-    At first each launch is a list of its own. Then lists are joined, one after the other, unless this raises the peak.
+    At first each launch is a list of its own, and each block an arena. Blocks join arenas before them where the limit
+    still allows this, and then so do lists.
     """
     moments = timeline.moments(timeline.joints)
-    others = timeline.others(moments)
-    arenas = _cut_where_it_saves(blocks, timeline, timeline.joints)
-    peak = max([SMALL, *_at_once(arenas, others)]) * (1 + WORTH)
-    spans = [(arena, arena.first, arena.last) for arena in arenas]
-    begins, ends_of_arenas = {first for _, first, _ in spans}, {last + 1 for *_, last in spans}
-    before = [0, *others]
-    changes = {number for number, moment in enumerate(moments) if others[moment] != before[moment]}
-    ends = timeline.joints & (begins | ends_of_arenas | changes)  # elsewhere nothing begins or ends
-    for end in sorted(ends):
-        moments = timeline.moments(ends - {end})
-        for arena, first, last in spans:
-            arena.begin, arena.end = moments[first], moments[last]
-        if max(_at_once(arenas, timeline.others(moments))) <= peak:
-            ends -= {end}
-    return _with_few_arenas(arenas, timeline, ends)
+    alone = sorted((Arena.of([block], moments) for block in blocks), key=lambda arena: arena.begin)
+    total = _at_once(alone, timeline.others(moments))
+    limit = max([limit, *total])
+    growing: list[_Growing] = []
+    for arena in alone:
+        (block,) = arena.blocks
+        total[arena.begin : arena.end + 1] = [nbytes - arena.size for nbytes in total[arena.begin : arena.end + 1]]
+        nearest = heapq.nlargest(NEAR, growing, key=lambda other: other.end)
+        found = next((other for other in nearest if other.takes(block, arena.end, total, limit)), None)
+        if found is None:
+            found = _Growing(arena.begin, len(moments))
+            growing.append(found)
+        found.add(block, arena.end, total)
+    ends = timeline.ends_within([Arena.of(one.blocks, moments) for one in growing], limit)
+    return Plan([Arena.of(one.blocks, timeline.moments(ends)) for one in growing], ends)
 
 
-def _cut_where_it_saves(blocks: Sequence[Block], timeline: _Timeline, ends: Set[int]) -> list[Arena]:
-    """Arenas for blocks: the fewest of those that were tried whose peak is the least, or nearly."""
-    moments = timeline.moments(ends)
+class _Growing:
+    """An arena to which blocks are added, in the order of their first moments."""
+
+    def __init__(self, begin: int, steps: int) -> None:
+        self.blocks: list[Block] = []
+        self.begin, self.end = begin, begin - 1
+        """The first and the last moment at which it exists."""
+        self._size = 0
+        self._alive = [0] * steps
+        """By step: the bytes that are alive in it."""
+
+    def takes(self, block: Block, end: int, total: Sequence[int], limit: float) -> bool:
+        """Whether there are at most `limit` bytes at once, with `total` by moment beside it, if it has the block, too.
+
+        Args:
+            end: the block's last moment.
+            total: by moment, the bytes of everything, without the block.
+        """
+        size = self._size_with(block)
+        longer = max(total[self.end + 1 : end + 1], default=0) + size
+        return longer <= limit and max(total[self.begin : self.end + 1]) + size - self._size <= limit
+
+    def add(self, block: Block, end: int, total: list[int]) -> None:
+        """Adds a block, and to `total` what the arena now needs more. The arguments are those of `takes`."""
+        size = self._size_with(block)
+        for moment in range(self.begin, max(self.end, end) + 1):
+            total[moment] += size - (self._size if moment <= self.end else 0)
+        for step in range(block.first, block.last + 1):
+            self._alive[step] += _rounded(block.nbytes, ALIGNMENT)
+        self.blocks.append(block)
+        self.end, self._size = max(self.end, end), size
+
+    def _size_with(self, block: Block) -> int:
+        return max(self._size, max(self._alive[block.first : block.last + 1]) + _rounded(block.nbytes, ALIGNMENT))
+
+
+def _cut_where_it_saves(blocks: Sequence[Block], timeline: _Timeline) -> list[Arena]:
+    """Arenas for blocks: the fewest of those that were tried whose peak is the least, or nearly. No list ends early."""
+    moments = timeline.moments(frozenset())
     others = timeline.others(moments)
     ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
@@ -345,9 +410,9 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
     return None
 
 
-def _with_few_arenas(arenas: Iterable[Arena], timeline: _Timeline, ends: frozenset[int]) -> Plan:
-    """Fewer arenas: each is joined with one that begins before it, unless this raises the peak."""
-    moments = timeline.moments(ends)
+def _with_few_arenas(arenas: Iterable[Arena], timeline: _Timeline) -> Plan:
+    """Fewer arenas: each is joined with one that begins before it, unless this raises the peak. No list ends early."""
+    moments = timeline.moments(frozenset())
     alone = [Arena.of(arena.blocks, moments) for arena in arenas]
     total = _at_once(alone, timeline.others(moments))
     peak, nothing = max([SMALL, *total]), [0] * len(total)
@@ -361,7 +426,7 @@ def _with_few_arenas(arenas: Iterable[Arena], timeline: _Timeline, ends: frozens
                 break
         else:
             joined.append(arena)
-    return Plan(joined, ends)
+    return Plan(joined)
 
 
 def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
@@ -496,13 +561,3 @@ def _allocated_by_torch(steps: Sequence[Launch | Call]) -> dict[Slot, int]:
                 if value.slot.kind == "made" and not value.slot.is_apart:
                     sizes[value.slot] = max(sizes.get(value.slot, 0), nbytes)
     return sizes
-
-
-def _changes(sizes: Mapping[Slot, int], moments: Sequence[int]) -> list[int]:
-    """By moment: how many bytes more are allocated than at the moment before."""
-    changes = [0] * (moments[-1] + 2 if moments else 1)
-    for slot, nbytes in sizes.items():
-        changes[moments[slot.first]] += nbytes
-        if not slot.escapes:
-            changes[moments[slot.last] + 1] -= nbytes
-    return changes

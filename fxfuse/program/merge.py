@@ -206,10 +206,16 @@ def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
         count = (_count_of(first) + 1).to_bytes(COUNT_BYTES, "little")
         params = count + first.event.params[COUNT_BYTES:] + step.event.params
         first.event = dataclasses.replace(first.event, params=params)
+        first.in_place = [*_alone(first, step), *_alone(step, first)]
         first.references = [*first.references, *step.references]
         first.writes = frozenset((*first.writes, *step.writes))
         first.label = joined_labels([first.label, step.label])
     return result
+
+
+def _alone(step: Launch, other: Launch) -> list[tuple[Slot, Slot]]:
+    """The pairs of a launch (`Launch.in_place`) whose memory another launch does not read."""
+    return [(read, written) for read, written in step.in_place if read not in slots_of(other)]
 
 
 def joined_labels(labels: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -555,9 +556,12 @@ class Recorder:
                 given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
                 value = step.result = self._result_of(step, result, given)
                 self.steps.append(step)
-            elif not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
-                loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
-                self.steps[-1].loops = self._paying(loops)
+            elif not pool and isinstance(self.steps[-1], Launch):
+                if seen.launches[-1].in_place:
+                    self.steps[-1].in_place = _operands_in_place(inputs, value)
+                if len(seen.launches) == 1:
+                    loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
+                    self.steps[-1].loops = self._paying(loops)
             return {node: value}
 
         return {node: result}, note
@@ -853,6 +857,21 @@ Raises Refused."""
 
 def _not_yet(_: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
     raise Refused(NOT_YET)
+
+
+def _operands_in_place(inputs: Sequence[Any], result: Value) -> list[tuple[Slot, Slot]]:
+    """Pairs (slot of a region's operand, slot of its result) that may share memory, for `Launch.in_place`.
+
+    The operand lies as the result does (cuda/kernel.py: `Kernel.in_place`), and the region reads it as nothing else.
+    """
+    slots = Counter(value.slot for value in values_in(inputs))
+
+    def lies(value: Value) -> tuple[Any, ...]:
+        strides = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
+        return value.offset, value.shape, strides, value.dtype.itemsize
+
+    alike = (value for value in values_in(inputs[3]) if slots[value.slot] == 1 and lies(value) == lies(result))
+    return [(value.slot, result.slot) for value in alike]
 
 
 def _filled(item: Any, env: Mapping[fx.Node, Any]) -> Any:
