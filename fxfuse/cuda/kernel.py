@@ -30,7 +30,7 @@ class Kernel:
     """Most problems that one launch may run; they differ only in sizes and addresses. If this is more than 1, `params`
     begins with the number of problems (int64). Params and addresses of further problems follow those of the first."""
     in_place: bool = True
-    """Whether the output may lie in an operand's memory (values.Launch.in_place). So it is where an operand's element is
-    read for the output's element at the same place alone, and never again after that is stored."""
+    """Whether the output may lie in an operand's memory (values.Launch.in_place): an operand's element is read for the
+    output's element at the same place alone, and never again after that is stored."""
     estimate: float | None = None
     """Microseconds by the family's model of time; None where the family only orders its kernels."""

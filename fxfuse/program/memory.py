@@ -128,7 +128,7 @@ class _Timeline:
             (slot.first, end if slot.escapes else slot.last, nbytes)
             for slot, nbytes in _allocated_by_torch(steps).items()
         ]
-        """(first step, last step, bytes) of results that torch allocated, or that the caller gets, and of lent memory."""
+        """(first step, last step, bytes) of torch's and the caller's results, and of lent memory."""
         self._spans += [(0, last, lent[slot]) for slot, last in deaths.items()] if steps else []
         self.joints = frozenset(
             number + 1 for number, pair in enumerate(itertools.pairwise(steps)) if all(map(_is_launch, pair))
