@@ -1,6 +1,7 @@
 """Attention that a model writes out, which torch's own attention computes in a program: what is found, and that it is
 the same."""
 
+import contextlib
 import copy
 import inspect
 import math
@@ -16,6 +17,7 @@ from torch import nn
 import fxfuse
 import fxfuse.program
 from fxfuse.module import state_of
+from fxfuse.problem import Problem, TensorMeta
 from fxfuse.program import attention
 
 BATCH, HEADS, ROWS, CHANNELS = 2, 3, 19, 24
@@ -195,6 +197,7 @@ def choices(monkeypatch):
     monkeypatch.setattr(fxfuse.program, "ATTENDING", ("cpu",))
 
     def as_on_a_gpu(query, key, value, added, *_, scale):
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "torch's operators read rows"
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
         return found.transpose(1, 2).contiguous().transpose(1, 2), None
 
@@ -274,6 +277,22 @@ def test_heads_are_read_where_they_lie(choices):
     assert program.launches == 1, program.code  # what follows the last linear
 
 
+@torch.no_grad()
+def test_keys_in_columns_are_copied_to_rows(choices):
+    """Shifted windows, each with a mask of its own: heads of several windows do not lie in one stride, so the first
+    product reads copies, of the keys one in columns. Torch's operators read rows."""
+
+    def forward(m, x):
+        return in_windows(m, x.roll(-1, 1)).roll(1, 1)
+
+    program = compared(model_of(forward), *arguments(forward, 12, torch.float32), dtype=torch.float32)
+    ((tensors, _, _),) = choices
+    assert [tensor.strides[-1] == 1 for tensor in tensors] == [True, False, True]
+    assert program.calls["as_on_a_gpu"] == 1 and not program.calls["bmm"], program.code
+    copies = [step for step in program.steps if step.is_launch and "rows" in step.what]
+    assert len(copies) == 1, program.code
+
+
 HIDING = {
     "filled": lambda s, mask: s.masked_fill(mask[:, None, None] == 0, -math.inf),
     "added": lambda s, mask: s + mask.log()[:, None, None],
@@ -316,6 +335,26 @@ def test_where_torchs_is_no_quicker_nothing_changes(choices, monkeypatch):
     monkeypatch.setattr(attention, "by_hand", lambda *_: None)
     program = compared(model_of(causal), *arguments(causal, ROWS, torch.float32), dtype=torch.float32)
     assert program.calls["bmm"] == 2, program.code
+
+
+def test_an_operator_that_refused_a_call_is_not_called_so_again(monkeypatch):
+    """cuDNN's attention in torch 2.11 raises an error for what it cannot do, and the second time it ends the process."""
+    calls = []
+
+    def refusing(*tensors, scale):
+        calls.append(tensors)
+        raise RuntimeError("not for such tensors")
+
+    monkeypatch.setattr(attention, "_OPERATORS", {"an operator": "it"})
+    monkeypatch.setattr(attention, "function_of", {"an operator": refusing}.get)
+    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    metas = [TensorMeta.of(torch.empty(2, 3, 5, 8), torch.device("cpu")) for _ in range(3)]
+    for replayed in (False, True):  # which are measured apart
+        options = (("scale", 0.5),)
+        problem = Problem(attention.BY_HAND, options, "acc", metas[0], None, None, tuple(metas[1:]), replayed=replayed)
+        assert attention._if_quicker.__wrapped__(problem) is None
+    assert len(calls) == 1
 
 
 @torch.no_grad()

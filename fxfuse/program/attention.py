@@ -120,7 +120,8 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
     It is measured against the products and softmax alone, as if everything between them cost nothing.
 
     Args:
-        tensors: query, key and value (batch, heads, rows, channels).
+        tensors: query, key and value (batch, heads, rows, channels). What does not lie in rows is copied (`in_rows`), and
+            the time of that counts.
         added: what is added to the scaled scores, or None.
     """
     if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
@@ -137,6 +138,16 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
     )  # fmt: skip
 
 
+_refused: Final[set[tuple[Any, ...]]] = set()
+"""Calls of torch's operators that raised an error. Where cuDNN's attention (torch 2.11) did, a second such call would end
+the process."""
+
+
+def in_rows(strides: Sequence[int]) -> bool:
+    """Whether a query, key or value with these strides is one that torch's operators read: its channels are adjacent."""
+    return strides[-1] == 1
+
+
 @functools.lru_cache(maxsize=256)
 def _if_quicker(problem: Problem) -> Torchs | None:
     scale = float(dict(problem.options)["scale"])
@@ -146,7 +157,8 @@ def _if_quicker(problem: Problem) -> Torchs | None:
         added = others[2].expand(scores) if len(others) > 2 else None
         if added is not None and 2 * others[2].numel() > math.prod(scores):
             added = added.clone()  # it is as large as the scores, so the time to make it counts
-        function, args, options = call_of(operator, (x, *others[:2]), added, scale)
+        rows = [one if in_rows(one.stride()) else one.contiguous() for one in (x, *others[:2])]
+        function, args, options = call_of(operator, rows, added, scale)
         result: torch.Tensor = function(*args, **options)[0]
         return result
 
@@ -166,10 +178,13 @@ def _if_quicker(problem: Problem) -> Torchs | None:
         with torch.cuda.device(problem.x.device), torch.no_grad():
             x, _, _, others = exactness.example(problem)
             for operator, name in _OPERATORS.items():
-                if operator is _FLASH and len(others) > 2:
+                call = operator, *((one.shape, one.stride(), one.dtype) for one in (x, *others))
+                if (operator is _FLASH and len(others) > 2) or call in _refused:
                     continue
+                _refused.add(call)
                 with contextlib.suppress(RuntimeError, TypeError):  # not for such tensors, or not in this version
                     result = by(operator, x, others)
+                    _refused.discard(call)
                     if _is_as_exact(result, x, others, scale):
                         made[name] = Torchs(operator, result.stride())
             contestants = [candidate(torchs.operator) for torchs in made.values()]

@@ -19,7 +19,7 @@ from fxfuse.expression import Call as Term
 from fxfuse.expression import Const, Expr, Operand, postorder
 from fxfuse.layout import contiguous_strides
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.attention import Torchs, as_copied_from, call_of
+from fxfuse.program.attention import Torchs, as_copied_from, call_of, in_rows
 from fxfuse.program.loops import (
     Body,
     Inside,
@@ -469,6 +469,15 @@ def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tu
     return loops, Value(slot, 0, split.added, slot.strides, dtype, f"{name}_added")
 
 
+def _copied_to_rows(value: Value, name: str, label: str) -> tuple[Value, Call]:
+    """A query, key or value whose channels are adjacent, and the step that copies it from `value`."""
+    strides = contiguous_strides(value.shape)
+    there = Value(Slot("made", name, value.shape, strides, value.dtype), 0, value.shape, strides, value.dtype, name)
+    body = Body()
+    loops = body.loops(there, body.read(value, coordinates(value.shape)))
+    return there, Call(None, (value,), {}, there, False, True, False, f"{label}: rows", loops)
+
+
 def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
     """The steps with a match replaced by torch's operator."""
     query, _, value = match.tensors
@@ -478,7 +487,11 @@ def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> 
     found = Value(slot, 0, shape, torchs.strides, query.dtype, name)
     label = "attention written by hand"
     new: list[Launch | Call] = []
-    added = match.added_as_read
+    tensors, added = list(match.tensors), match.added_as_read
+    for number, tensor in enumerate(tensors):
+        if not in_rows(tensor.strides):  # as keys that were copied for the product: merge.py makes one copy of the two
+            tensors[number], copy = _copied_to_rows(tensor, f"{match.name}_rows{number}", label)
+            new.append(copy)
     if match.added is not None and added is not None:
         there = match.added.output
         arguments = there.shape, there.strides
@@ -486,7 +499,7 @@ def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> 
         sizes = *query.shape[:3], match.tensors[1].shape[2]
         strides = tuple(stride * (size > 1) for stride, size in zip(added.strides, added.shape, strict=True))
         added = dataclasses.replace(added, shape=sizes, strides=strides)
-    function, args, options = call_of(torchs.operator, match.tensors, added, match.scale)
+    function, args, options = call_of(torchs.operator, tensors, added, match.scale)
     new.append(Call(function, args, options, (found,), False, True, False, label))
     as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
     body = Body()
