@@ -338,7 +338,7 @@ def test_where_torchs_is_no_quicker_nothing_changes(choices, monkeypatch):
 
 
 def test_an_operator_that_refused_a_call_is_not_called_so_again(monkeypatch):
-    """cuDNN's attention in torch 2.11 raises an error for what it cannot do, and the second time it ends the process."""
+    """cuDNN's attention in torch 2.11 raises an error for what it cannot do. The second time it ends the process."""
     calls = []
 
     def refusing(*tensors, scale):

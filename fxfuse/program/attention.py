@@ -120,8 +120,8 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
     It is measured against the products and softmax alone, as if everything between them cost nothing.
 
     Args:
-        tensors: query, key and value (batch, heads, rows, channels). What does not lie in rows is copied (`in_rows`), and
-            the time of that counts.
+        tensors: query, key and value (batch, heads, rows, channels). What does not lie in rows is copied (`in_rows`),
+            and the time of that counts.
         added: what is added to the scaled scores, or None.
     """
     if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
@@ -139,12 +139,12 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
 
 
 _refused: Final[set[tuple[Any, ...]]] = set()
-"""Calls of torch's operators that raised an error. Where cuDNN's attention (torch 2.11) did, a second such call would end
-the process."""
+"""Calls of torch's operators that raised an error. Where cuDNN's attention (torch 2.11) did, a second such call would
+end the process."""
 
 
 def in_rows(strides: Sequence[int]) -> bool:
-    """Whether a query, key or value with these strides is one that torch's operators read: its channels are adjacent."""
+    """Whether torch's operators read a query, key or value with these strides: its channels are adjacent."""
     return strides[-1] == 1
 
 
