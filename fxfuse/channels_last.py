@@ -36,6 +36,7 @@ from fxfuse.patterns.layouts import (
     is_contiguous_copy,
     is_copied,
     is_never_contiguous,
+    is_noted_contiguous,
     known_elements,
     may_copy,
     role_of,
@@ -269,7 +270,10 @@ class _Known:
         if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
             return frozenset({node})
         origins = frozenset[fx.Node]().union(*(self.origins[arg] for arg in node.all_input_nodes))
-        return frozenset({node}) if may_copy(node) and any(map(is_never_contiguous, origins)) else origins
+        permuted = frozenset(filter(is_never_contiguous, origins))
+        if permuted and may_copy(node):
+            return frozenset({node})
+        return origins - permuted if permuted and is_noted_contiguous(node) else origins
 
     def _is_stranger(self, node: fx.Node) -> bool:
         return not type(self.root.get_submodule(str(node.target))).__module__.startswith("torch.nn")

@@ -103,7 +103,21 @@ def normalised(m, x):
     return x
 
 
+def normalised_pixels(m, x):
+    """Rows of channels, as in ConvNeXt, SAM and CvT."""
+    for layer in m.layers:
+        x = layer(x)
+        mean = x.mean(1, keepdim=True)
+        x = (x - mean) / ((x - mean).pow(2).mean([1], keepdim=True) + 1e-5).sqrt() * m.scale
+        spread = torch.var(x, dim=1, unbiased=False, keepdim=True) + x.std(1, True, True)
+        x = (x - torch.mean(x, dim=1, keepdim=True)) / (spread + 1).sqrt() + x.amax(1, keepdim=True)
+    return x, mean
+
+
 MODELS = {
+    "normalised pixels": Net(
+        normalised_pixels, layers=convolutions(3, 8, 8, 8, 8), scale=nn.Parameter(torch.rand(1, 8, 1, 1))
+    ),
     "normalised": Net(normalised, layers=convolutions(3, 8, 8, 8, 8), norm=NormOfItsOwn(8)),
     "dropping nothing": Net(dropping_nothing, layers=convolutions(3, 8, 8, 8, 8)),
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
@@ -280,7 +294,7 @@ def test_calls_that_run_as_programs_are_converted_too(name):
 
 @pytest.mark.parametrize(
     ("name", "back"),
-    [(name, 2 if name == "dense" else 1) for name in MODELS],
+    [(name, 2 if name in ("dense", "normalised pixels") else 1) for name in MODELS],
 )
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())
@@ -296,6 +310,30 @@ def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     with torch.no_grad():
         fast(randn(2, 3, 9, 10))
     assert layouts and all(layouts)
+
+
+def beside_tokens(m, x):
+    """The sum lies as its first part does. The other is in channels_last in eager: tokens that are seen as an image."""
+    x = F.relu(m.first(x))
+    tokens = x.flatten(2).transpose(1, 2).contiguous()
+    x = x + m.second(tokens.transpose(1, 2).unflatten(2, x.shape[2:]))
+    for layer in m.layers:
+        x = F.relu(torch.cat(layer(x).chunk(2, 1), 1)) * m.scale
+    return x
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_dynamo_notes_as_contiguous_is_so_whatever_it_comes_from(dynamic):
+    torch._dynamo.reset()
+    first, second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+    scale = nn.Parameter(torch.rand(1, 8, 1, 1))
+    model = Net(beside_tokens, first=first, second=second, layers=convolutions(*[8] * 7), scale=scale).eval()
+    fast = torch.compile(model, backend="fxfuse", dynamic=dynamic)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_eager(model, fast, randn(2, 3, 9, 10))
+    inside = {state_of(graph).layouts.convolutions for graph in compiled_graphs(fast)}
+    assert max(inside) < 6 if dynamic else min(inside) >= 6, "with sizes that vary, nothing is known of strides"
 
 
 def pooled_tokens(m, x, change=lambda image: image):

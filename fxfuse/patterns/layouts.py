@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from fxfuse import functional, ops
 from fxfuse.hooks import has_hooks
-from fxfuse.layout import FORMATS
+from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.patterns.anchors import known_tensor, noted
 from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
@@ -83,6 +83,7 @@ _PADS: Final = frozenset({F.pad, torch._C._nn.pad, _aten.pad, _aten.constant_pad
 _MODES: Final = ("nearest", "nearest-exact", "bilinear")
 """Modes in which torch's kernels for a GPU enlarge images in channels_last."""
 _REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})
+_DEVIATIONS: Final = frozenset({"var", "std"})
 _PARTS: Final = frozenset({"chunk", "split", "split_with_sizes"})
 
 
@@ -153,7 +154,7 @@ def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
     if not isinstance(arg, fx.Node) or arg.op == "get_attr":
         return False
     value = noted(arg)
-    return not isinstance(value, torch.Tensor) or value.dim() in FORMATS
+    return not isinstance(value, torch.Tensor) or (value.dim() in FORMATS and not isinstance(value, nn.Parameter))
 
 
 def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
@@ -214,6 +215,8 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REDUCTIONS and any(reduces_pictures(node, dimensions, keep=True) for dimensions in FORMATS):
         return Role(first, grows=_FEW_PIXELS)
+    if name in _REDUCTIONS | _DEVIATIONS and _reduces_channels(node, name):
+        return Role(first, channels=1)
     if name in _PARTS and _is(_argument(node, 2, "dim"), 1, -3):
         return Role(first, is_alias=True, several=True)
     if target is operator.getitem:
@@ -306,6 +309,12 @@ def reduces_pictures(node: fx.Node, dimensions: int, keep: bool) -> bool:
     return bool(kept) == keep and pixels == set(range(2, dimensions))
 
 
+def _reduces_channels(node: fx.Node, name: str) -> bool:
+    """Whether a reduction is over the channels of pictures, which stay with size 1: a LayerNorm of pixels by hand."""
+    reduced, kept = _argument(node, 1, "dim"), _argument(node, 3 if name in _DEVIATIONS else 2, "keepdim")
+    return kept is True and (_is(reduced, 1) or (isinstance(reduced, tuple | list) and list(reduced) == [1]))
+
+
 # ------------------------------------------------------------------------------ where contiguous stays contiguous
 
 _NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "moveaxis", "expand"})
@@ -324,6 +333,15 @@ def may_copy(node: fx.Node) -> bool:
     value = noted(node)
     known = isinstance(value, torch.Tensor)
     return name_of(node) in ("reshape", "flatten") and (not known or value.is_contiguous())
+
+
+def is_noted_contiguous(node: fx.Node) -> bool:
+    """Whether Dynamo or torch.export noted that the value of `node` is contiguous, of sizes that are the same in each
+    call: then it is, whatever it was computed from."""
+    value = noted(node)
+    if not isinstance(value, torch.Tensor) or known_elements(node) is None:
+        return False
+    return value.stride() == contiguous_strides(value.shape)
 
 
 _STAYING: Final = frozenset(
@@ -371,8 +389,9 @@ def _pooled(node: fx.Node) -> float:
 
 
 def known_elements(node: fx.Node) -> int | None:
-    """The number of elements of a node's value, if Dynamo or torch.export noted it; else None."""
+    """The number of elements of a node's value, a tensor or several, if Dynamo or torch.export noted it; else None."""
     value = noted(node)
-    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+    tensors = value if isinstance(value, tuple | list) else [value]
+    if not all(isinstance(one, torch.Tensor) and all(isinstance(size, int) for size in one.shape) for one in tensors):
         return None
-    return value.numel()
+    return sum(one.numel() for one in tensors)
