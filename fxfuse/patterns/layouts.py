@@ -391,7 +391,7 @@ def _pooled(node: fx.Node) -> float:
 def known_elements(node: fx.Node) -> int | None:
     """The number of elements of a node's value, a tensor or several, if Dynamo or torch.export noted it; else None."""
     value = noted(node)
-    tensors = value if isinstance(value, tuple | list) else [value]
+    tensors: Sequence[Any] = value if isinstance(value, tuple | list) else [value]
     if not all(isinstance(one, torch.Tensor) and all(isinstance(size, int) for size in one.shape) for one in tensors):
         return None
-    return sum(one.numel() for one in tensors)
+    return sum(int(one.numel()) for one in tensors)
