@@ -108,16 +108,14 @@ def normalised_pixels(m, x):
     for layer in m.layers:
         x = layer(x)
         mean = x.mean(1, keepdim=True)
-        x = (x - mean) / ((x - mean).pow(2).mean([1], keepdim=True) + 1e-5).sqrt() * m.scale
+        x = (x - mean) / ((x - mean).pow(2).mean([1], keepdim=True) + 1e-5).sqrt() * m.scale[:, None, None]
         spread = torch.var(x, dim=1, unbiased=False, keepdim=True) + x.std(1, True, True)
         x = (x - torch.mean(x, dim=1, keepdim=True)) / (spread + 1).sqrt() + x.amax(1, keepdim=True)
     return x, mean
 
 
 MODELS = {
-    "normalised pixels": Net(
-        normalised_pixels, layers=convolutions(3, 8, 8, 8, 8), scale=nn.Parameter(torch.rand(1, 8, 1, 1))
-    ),
+    "normalised pixels": Net(normalised_pixels, layers=convolutions(3, 8, 8, 8, 8), scale=nn.Parameter(torch.rand(8))),
     "normalised": Net(normalised, layers=convolutions(3, 8, 8, 8, 8), norm=NormOfItsOwn(8)),
     "dropping nothing": Net(dropping_nothing, layers=convolutions(3, 8, 8, 8, 8)),
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),

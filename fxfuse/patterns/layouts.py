@@ -151,10 +151,24 @@ def _pictures(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
     """Whether `arg` may be in either layout, as far as is known. In Dynamo's graphs parameters are arguments."""
-    if not isinstance(arg, fx.Node) or arg.op == "get_attr":
+    if not isinstance(arg, fx.Node):
         return False
-    value = noted(arg)
-    return not isinstance(value, torch.Tensor) or (value.dim() in FORMATS and not isinstance(value, nn.Parameter))
+    value, source = noted(arg), arg
+    while _is_with_more_dimensions(source):
+        source = source.all_input_nodes[0]
+    if source.op == "get_attr" or isinstance(noted(source), nn.Parameter):
+        return False
+    return not isinstance(value, torch.Tensor) or value.dim() in FORMATS
+
+
+def _is_with_more_dimensions(node: fx.Node) -> bool:
+    """Whether `node` views a tensor with more dimensions, mostly of size 1: `weight[:, None, None]`."""
+    if len(node.all_input_nodes) != 1 or node.op not in ("call_function", "call_method"):
+        return False
+    if name_of(node) != "getitem":
+        return name_of(node) in ("unsqueeze", "view", "reshape")
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(one is None or one is ... or one == slice(None) for one in index)
 
 
 def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
@@ -354,7 +368,9 @@ def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
     """Whether the result of `node` is surely contiguous if all its inputs are."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
-    return node.op in ("call_method", "call_function") and name_of(node) in _STAYING
+    if node.op not in ("call_method", "call_function"):
+        return False
+    return name_of(node) in _STAYING or _is_with_more_dimensions(node)
 
 
 # -------------------------------------------------------------------------------------------------- arguments
