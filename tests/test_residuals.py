@@ -78,6 +78,26 @@ class Gated(nn.Module):
         return self.last(F.relu(gate * y + self.down(x)))
 
 
+COPIES = {
+    "added": lambda last, x: last(x) + x.clone(),
+    "multiplied": lambda last, x: last(x.clone()) + x,
+    "both": lambda last, x: last(x.clone()) + x.clone(),
+    "added, and turned over": lambda last, x: last(x.sin()) + x.clone() + x.clone().mT,
+}
+
+
+class OfACopy(nn.Module):
+    """Reads something and a copy of it. The copy is left out, and its reader reads the other's memory."""
+
+    def __init__(self, width=24, way="added"):
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(width, width), nn.Linear(width, width), way
+
+    def forward(self, x):
+        z = COPIES[self.way](self.last, F.relu(self.first(x)))
+        return F.softmax(z, -1) * z
+
+
 def overwritten(model, x, folder, monkeypatch):
     """How many regions of the model's program for an H100 may write where an operand lies."""
     steps = []
@@ -100,15 +120,21 @@ def test_a_gate_and_the_residual_behind_it_lie_where_the_gated_tensor_did(tmp_pa
     assert overwritten(Gated(), randn(2, 8, 12, 12), tmp_path, monkeypatch) == {2}
 
 
+@pytest.mark.parametrize("way", COPIES)
+def test_what_is_read_as_something_else_too_is_not_overwritten(way, tmp_path, monkeypatch):
+    assert overwritten(OfACopy(way=way), randn(24, 24), tmp_path, monkeypatch) == {0}
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "infinite"])
-@pytest.mark.parametrize("name", ["linear", "linear, large", "gate", "gate, channels_last"])
+@pytest.mark.parametrize("name", ["linear", "linear, large", *COPIES, "gate", "gate, channels_last"])
 @torch.no_grad()
 def test_residuals_on_a_gpu(name, special, dtype):
     torch.manual_seed(0)
     x, model = {
         "linear": lambda: (torch.randn(53, 40), Residuals(40)),
         "linear, large": lambda: (torch.randn(2100, 520), Residuals(520)),
+        **{way: lambda way=way: (torch.randn(264, 264), OfACopy(264, way)) for way in COPIES},
         "gate": lambda: (torch.randn(3, 8, 29, 31), Gated()),
         "gate, channels_last": lambda: (torch.randn(3, 8, 29, 31), Gated().to(memory_format=torch.channels_last)),
     }[name]()

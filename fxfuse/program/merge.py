@@ -257,8 +257,12 @@ def runs_on_gpu(device: torch.device) -> bool:
 def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
     """Makes a step use `same[slot]`, which holds the same data, in place of a slot."""
     if isinstance(step, Launch):
+        before = Counter(slot for slot, _ in step.references)
         step.references = [(same.get(slot, slot), offset) for slot, offset in step.references]
-        step.in_place = [(same.get(read, read), written) for read, written in step.in_place]
+        now = Counter(slot for slot, _ in step.references)
+        pairs = ((read, same.get(read, read), written) for read, written in step.in_place)
+        # what the step now reads as something else, too, is not overwritten
+        step.in_place = [(slot, written) for read, slot, written in pairs if now[slot] == before[read]]
         return
     for value in step.values():
         value.slot = same.get(value.slot, value.slot)
