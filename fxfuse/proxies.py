@@ -17,6 +17,8 @@ import importlib.abc
 import operator
 import re
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, ModuleType
@@ -25,6 +27,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
+from fxfuse.locks import free_in_children
 from fxfuse.patterns.tensors import tensors_of
 
 
@@ -256,7 +259,7 @@ def answering() -> Iterator[None]:
 
     @contextlib.contextmanager
     def as_ever() -> Iterator[None]:
-        with _builtins(_PLAIN), contextlib.ExitStack() as modes:  # the module that is imported may import others
+        with _counted(imports=1), contextlib.ExitStack() as modes:  # the module that is imported may import others
             for _ in range(torch._C._len_torch_function_stack()):
                 modes.enter_context(torch.overrides._pop_mode_temporarily())
             yield
@@ -264,25 +267,44 @@ def answering() -> Iterator[None]:
     imports = _Imports(as_ever)
     sys.meta_path.insert(0, imports)
     try:
-        with _builtins({"isinstance": _is_instance, "type": _Type, "callable": _is_callable}):
+        with _counted(traces=1):
             yield
     finally:
         sys.meta_path.remove(imports)
 
 
+class _Underway:
+    """What all threads do. Python's own functions are replaced while any of them traces, and none imports a module."""
+
+    lock: Final = free_in_children(threading.Lock())
+    traces = imports = 0
+    before: Mapping[str, Any] = {}
+    """The functions that are replaced now."""
+
+    @classmethod
+    def count(cls, traces: int, imports: int) -> None:
+        with cls.lock:  # traces and imports of several threads overlap in any way
+            were_replaced = bool(cls.traces and not cls.imports)
+            cls.traces, cls.imports = cls.traces + traces, cls.imports + imports
+            are_replaced = bool(cls.traces and not cls.imports)
+            if are_replaced and not were_replaced:
+                cls.before = {name: vars(builtins)[name] for name in _ANSWERING}
+                vars(builtins).update(_ANSWERING)
+            elif were_replaced and not are_replaced:
+                vars(builtins).update(cls.before)
+
+
 @contextlib.contextmanager
-def _builtins(functions: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which these stand for Python's functions of the same names."""
-    before = {name: getattr(builtins, name) for name in functions}
-    vars(builtins).update(functions)
+def _counted(traces: int = 0, imports: int = 0) -> Iterator[None]:
+    """A context that counts as so many traces and imports."""
+    _Underway.count(traces, imports)
     try:
         yield
     finally:
-        vars(builtins).update(before)
+        _Underway.count(-traces, -imports)
 
 
 _isinstance, _type, _callable = isinstance, type, callable
-_PLAIN: Final[Mapping[str, Any]] = {"isinstance": _isinstance, "type": _type, "callable": _callable}
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
@@ -321,9 +343,22 @@ class _AsType(type):
     def __hash__(cls) -> int:
         return hash(_type)
 
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any], **options: Any) -> Any:
+        """A class that is derived from `_Type`, by code that means `type`, is derived from `type`."""
+        if any(base is _type for base in bases):
+            return super().__new__(cls, name, bases, names)
+        meant = tuple(_type if base is _Type else base for base in bases)
+        return types.new_class(name, meant, options, lambda body: body.update(names))
+
 
 class _Type(type, metaclass=_AsType):
     """Stands for `type` during a trace: `type(x)` of a proxy is the class of the value."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return _type[item]
+
+
+_ANSWERING: Final[Mapping[str, Any]] = {"isinstance": _is_instance, "type": _Type, "callable": _is_callable}
 
 
 class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,5 +1,6 @@
 """Capture: whatever Python a model's forward is, the result is eager's and the report says what was not traced."""
 
+import builtins
 import collections.abc
 import contextvars
 import copy
@@ -20,6 +21,7 @@ from helpers import Net, Net2, assert_as_eager, conv, epilogues, linear, randn, 
 from torch import fx, nn
 
 import fxfuse
+from fxfuse import proxies
 from fxfuse.module import state_of
 
 X = randn(5, 8)
@@ -1582,3 +1584,40 @@ def test_what_a_forward_does_to_others_happens_once():
         assert [4] * calls == SEEN
     skip_if_python(fast)
     assert state_of(fast).recapture.graphs
+
+
+# ------------------------------------------------------------------ Python's own functions while others trace
+
+
+def test_type_means_the_same_to_all_other_code_while_a_model_is_traced():
+    """Threads that compile import modules, and define classes, meanwhile."""
+    own = builtins.type
+    with proxies.answering():
+        assert builtins.type is not own
+
+        class Meta(type):
+            def __call__(cls, *args):
+                return super().__call__(*args)
+
+        class Made(metaclass=Meta):
+            pass
+
+        assert type[int] == own[int] and isinstance(Made, type) and issubclass(Meta, type)
+        assert type(Made) is Meta and isinstance(Made(), Made) and (type | None) is not None
+    assert builtins.type is own and own(Made) is Meta and Meta.__mro__ == (Meta, own, object)
+
+
+@pytest.mark.parametrize("outlived", ["by an import", "by another trace"])
+def test_pythons_functions_come_back_whichever_thread_ends_last(outlived):
+    def functions():
+        return [vars(builtins)[name] for name in ("isinstance", "type", "callable")]
+
+    own = functions()
+    other = proxies._counted(imports=1) if outlived == "by an import" else proxies.answering()
+    with proxies.answering():
+        replaced = functions()
+        other.__enter__()
+        assert functions() == (own if outlived == "by an import" else replaced)
+    assert functions() == (own if outlived == "by an import" else replaced)
+    other.__exit__(None, None, None)
+    assert all(one is own for one, own in zip(functions(), own, strict=True))
