@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,11 @@ class Layout:
 
     sizes: tuple[int, int, int]
     strides: tuple[tuple[int, int, int], ...]
+
+
+def varying(strides: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
+    """The strides of the dimensions with more than one element. The others say nothing of where elements lie."""
+    return (stride for stride, size in zip(strides, sizes, strict=True) if size > 1)
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:

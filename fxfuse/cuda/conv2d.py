@@ -23,12 +23,12 @@ from fxfuse.cuda.conv2d_problem import (
     pack,
     same,
     slowdown,
-    varying,
 )
 from fxfuse.cuda.gemm_problem import TILE_BYTES_OF_K, Windows
 from fxfuse.cuda.gemm_problem import Problem as GemmProblem
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
+from fxfuse.layout import varying
 
 
 def unsupported(problem: Conv2dProblem) -> str | None:

@@ -15,10 +15,10 @@ from fxfuse.cuda.conv2d_problem import (
     pack,
     same,
     slowdown,
-    varying,
 )
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA, Precision, element_bytes
+from fxfuse.layout import varying
 
 
 @dataclass(frozen=True)

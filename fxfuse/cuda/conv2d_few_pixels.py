@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from fxfuse.cuda.conv2d_problem import PRODUCTS, Conv2dProblem, access, pack, same, varying
+from fxfuse.cuda.conv2d_problem import PRODUCTS, Conv2dProblem, access, pack, same
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
+from fxfuse.layout import varying
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ depthwise.py. It is arithmetic on numbers: no GPU is needed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from fxfuse.cuda.gemm_problem import RESERVED_SHARED, Errors
 from fxfuse.cuda.precision import Precision, element_bytes
+from fxfuse.layout import varying
 
 Layout = Literal["nchw", "nhwc"]
 
@@ -120,10 +120,6 @@ def access(element_bytes: int, *multiples: int) -> int:
 def same(strides: tuple[int, ...], expected: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether `strides` equal `expected`, apart from dimensions of size 1."""
     return all(size == 1 or stride == e for stride, e, size in zip(strides, expected, sizes, strict=True))
-
-
-def varying(strides: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[int]:
-    return (stride for stride, size in zip(strides, sizes, strict=True) if size > 1)
 
 
 def access_of_x(problem: Conv2dProblem, layout: Layout, run: int) -> int:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxfuse.cuda import depthwise_gradient, gemm, gemm_problem
-from fxfuse.cuda.conv2d_problem import access, same, varying
+from fxfuse.cuda.conv2d_problem import access, same
 from fxfuse.cuda.gemm_problem import MAX_ACCESS, Errors, Windows
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision, element_bytes
+from fxfuse.layout import varying
 
 LEAST_ACCESS = 4  # bytes of one cp.async
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from fxfuse.cuda.conv2d_problem import MAX_TILES, Conv2dProblem, access, access_of_x, pack, varying
+from fxfuse.cuda.conv2d_problem import MAX_TILES, Conv2dProblem, access, access_of_x, pack
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import ELEMENT, MMA
+from fxfuse.layout import varying
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
 """(kernel, stride) pairs of the tiled kernels, which are all but depthwise.cuh: those of the common networks."""

@@ -154,15 +154,15 @@ def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
     if not isinstance(arg, fx.Node):
         return False
     value, source = noted(arg), arg
-    while _is_with_more_dimensions(source):
+    while _is_in_another_shape(source):
         source = source.all_input_nodes[0]
     if source.op == "get_attr" or isinstance(noted(source), nn.Parameter):
         return False
     return not isinstance(value, torch.Tensor) or value.dim() in FORMATS
 
 
-def _is_with_more_dimensions(node: fx.Node) -> bool:
-    """Whether `node` views a tensor with more dimensions, mostly of size 1: `weight[:, None, None]`."""
+def _is_in_another_shape(node: fx.Node) -> bool:
+    """Whether `node` is all of one tensor in another shape: `weight[:, None, None]`, `weight.view(-1, 1, 1)`."""
     if len(node.all_input_nodes) != 1 or node.op not in ("call_function", "call_method"):
         return False
     if name_of(node) != "getitem":
@@ -370,7 +370,7 @@ def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
         return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
     if node.op not in ("call_method", "call_function"):
         return False
-    return name_of(node) in _STAYING or _is_with_more_dimensions(node)
+    return name_of(node) in _STAYING or _is_in_another_shape(node)
 
 
 # -------------------------------------------------------------------------------------------------- arguments

@@ -473,9 +473,14 @@ def _copied_to_rows(value: Value, name: str, label: str) -> tuple[Value, Call]:
     """A query, key or value whose channels are adjacent, and the step that copies it from `value`."""
     strides = contiguous_strides(value.shape)
     there = Value(Slot("made", name, value.shape, strides, value.dtype), 0, value.shape, strides, value.dtype, name)
+    return there, _copy(value, there, f"{label}: rows")
+
+
+def _copy(value: Value, there: Value, label: str) -> Call:
+    """The step that copies a value to another one of the same shape."""
     body = Body()
     loops = body.loops(there, body.read(value, coordinates(value.shape)))
-    return there, Call(None, (value,), {}, there, False, True, False, f"{label}: rows", loops)
+    return Call(None, (value,), {}, there, False, True, False, label, loops)
 
 
 def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
@@ -502,9 +507,7 @@ def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> 
     function, args, options = call_of(torchs.operator, tensors, added, match.scale)
     new.append(Call(function, args, options, (found,), False, True, False, label))
     as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
-    body = Body()
-    copied = body.loops(as_before, body.read(found, coordinates(shape)))
-    new.append(Call(None, (found,), {}, as_before, False, True, False, f"{label}: its result", copied))
+    new.append(_copy(found, as_before, f"{label}: its result"))
     kept = [(number, step) for number, step in enumerate(steps) if number not in match.gone]
     before = [step for number, step in kept if number < match.last]
     return [*before, *new, *(step for number, step in kept if number > match.last)]

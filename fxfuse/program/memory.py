@@ -36,7 +36,7 @@ back. Each takes a microsecond or two."""
 FITTING: Final = 0.8
 """The part of a piece of lent memory that a result must fill to be placed there, if loose ones keep too much alive."""
 LIMITS: Final = (0.0, 0.3, 0.6)
-"""Plans with more arenas and lists are tried for these parts of what fewer need more than is alive at once."""
+"""The peaks for which plans with more arenas and lists are tried: 0 is what is alive at once, 1 the peak with few."""
 MOST_ORDERS: Final = 8
 """The most orders in which blocks are placed, from one first order."""
 NEAR: Final = 6
@@ -246,7 +246,8 @@ def _within(blocks: Sequence[Block], timeline: _Timeline, limit: float) -> Plan:
             growing.append(found)
         found.add(block, arena.end, total)
     ends = timeline.ends_within([Arena.of(one.blocks, moments) for one in growing], limit)
-    return Plan([Arena.of(one.blocks, timeline.moments(ends)) for one in growing], ends)
+    moments = timeline.moments(ends)
+    return Plan([Arena.of(one.blocks, moments) for one in growing], ends)
 
 
 class _Growing:

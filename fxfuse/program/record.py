@@ -27,7 +27,7 @@ from fxfuse import events, functional, plans
 from fxfuse.cuda import gpu
 from fxfuse.errors import first_line
 from fxfuse.hooks import has_hooks, why_no_kernel
-from fxfuse.layout import FORMATS
+from fxfuse.layout import FORMATS, varying
 from fxfuse.long_rows import LONG_ROWS, by_channel
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, merge
@@ -867,8 +867,7 @@ def _operands_in_place(inputs: Sequence[Any], result: Value) -> list[tuple[Slot,
     slots = Counter(value.slot for value in values_in(inputs))
 
     def lies(value: Value) -> tuple[Any, ...]:
-        strides = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
-        return value.offset, value.shape, strides, value.dtype.itemsize
+        return value.offset, value.shape, tuple(varying(value.strides, value.shape)), value.dtype.itemsize
 
     alike = (value for value in values_in(inputs[3]) if slots[value.slot] == 1 and lies(value) == lies(result))
     return [(value.slot, result.slot) for value in alike]
