@@ -34,38 +34,49 @@ def test_no_two_values_that_live_at_once_share_memory():
 
 
 def drawn_steps(generator):
-    """Kernels and calls of torch, with sizes in MB, and the slots of the kernels' results."""
+    """Kernels and calls of torch, with sizes in MB, and the slots of the kernels' results.
+
+    Kernels may write where one of their results lies that nothing reads any more, or one of torch's.
+    """
     count = 30
-    steps, slots = [], []
+    steps, slots, torchs = [], [], {}
     for number in range(count):
         last = min(count - 1, number + int(generator.integers(1, 8)))
         nbytes = int(generator.integers(1, 64)) << 18
         if generator.random() < 0.4:
-            slot = values.Slot("made", f"m{number}", first=number, last=last)
+            slot = values.Slot("made", f"m{number}", first=number, last=last, is_own=bool(generator.random() < 0.7))
             made = values.Value(slot, 0, (nbytes,), (1,), torch.uint8, slot.name)
             steps.append(values.Call(None, (), {}, made, False, True))
+            torchs[slot] = nbytes
             continue
         slot = values.Slot("memory", f"v{number}", nbytes=nbytes, first=number, last=last)
-        dying = [one for one in slots if one.last == number]
+        dying = [one for one in (*slots, *torchs) if one.last == number]
+        generator.shuffle(dying)
         for one in dying[:1]:
-            slot.nbytes = one.nbytes
+            slot.nbytes = torchs.get(one, one.nbytes)
         steps.append(values.Launch(None, [(slot, 0)], in_place=[(one, slot) for one in dying]))
         slots.append(slot)
     return steps, slots
 
 
-def at_once(steps, plan, lent=None, deaths=None):
-    """By moment, the bytes of a plan's arenas and of everything else; and each step's moment."""
-    timeline = memory._Timeline(steps, deaths or {}, lent or {})
+def at_once(steps, plan, lent=None):
+    """By moment, the bytes of a plan's arenas and of everything else; and each step's moment.
+
+    Lent memory is freed when nothing uses it any more.
+    """
+    timeline = memory._Timeline(steps, memory._deaths(lent or {}, plan.arenas), lent or {})
     moments = timeline.moments(plan.ends)
     return memory._at_once([arena for arena in plan.arenas if arena.lender is None], timeline.others(moments)), moments
 
 
 def alive(steps, slots):
     """By step, the bytes of results that are alive."""
-    found = memory._Timeline(steps, {}, {}).others(range(len(steps)))
-    for block in memory.blocks_of(steps, slots, {}):
-        for step in range(block.first, block.last + 1):
+    torchs = memory._overwritten(steps)
+    blocks = memory.blocks_of(steps, slots, torchs)
+    in_torchs = {block.slots[0]: block.last for block in blocks if block.slots[0] in torchs}
+    found = memory._Timeline(steps, in_torchs, {}).others(range(len(steps)))
+    for block in blocks:
+        for step in range(block.first, block.last + 1) if block.slots[0] not in torchs else ():
             found[step] += block.nbytes
     return found
 
@@ -74,9 +85,10 @@ def alive(steps, slots):
 def test_arenas_are_there_while_something_lives_in_them(seed):
     steps, slots = drawn_steps(np.random.default_rng(seed))
     plan = memory.arenas_of(steps, slots)
-    arenas = plan.arenas
+    placed = [slot for arena in plan.arenas for block in arena.blocks for slot in block.slots if slot.kind == "memory"]
+    assert sorted(slot.name for slot in placed) == sorted(slot.name for slot in slots)
+    arenas = [arena for arena in plan.arenas if arena.lender is None]
     blocks = [block for arena in arenas for block in arena.blocks]
-    assert sorted(slot.name for block in blocks for slot in block.slots) == sorted(slot.name for slot in slots)
     total, moments = at_once(steps, plan)
     for end in plan.ends:
         assert isinstance(steps[end - 1], values.Launch) and isinstance(steps[end], values.Launch)
@@ -96,7 +108,7 @@ def test_arenas_are_there_while_something_lives_in_them(seed):
                     or other.offset >= block.offset + block.nbytes
                 )
     # nothing is needed at once but what is alive, and what is between that
-    others = memory._Timeline(steps, {}, {}).others(moments)
+    others = memory._Timeline(steps, memory._deaths({}, plan.arenas), {}).others(moments)
     assert max(alive(steps, slots)) <= max(total) <= memory.place(blocks) + max(others)
 
 
@@ -122,7 +134,7 @@ def test_results_lie_in_lent_memory_after_its_last_use_only(seed):
     lent = with_lent(generator, steps)
     alone = memory.arenas_of(steps, slots).arenas
     arenas = memory.arenas_of(steps, slots, lent).arenas
-    borrowed = [arena for arena in arenas if arena.lender is not None]
+    borrowed = [arena for arena in arenas if arena.lender in lent]
     placed = [slot for arena in arenas for block in arena.blocks for slot in block.slots if slot.kind == "memory"]
     assert borrowed and sorted(slot.name for slot in placed) == sorted(slot.name for slot in slots)
     for arena in borrowed:
@@ -141,8 +153,25 @@ def test_results_lie_in_lent_memory_after_its_last_use_only(seed):
                 apart = begin > until or since > lives[number][3] or offset >= at + size or at >= offset + nbytes
                 assert apart or in_place
     nothing = [0] * len(steps)
-    own = [arena for arena in arenas if arena.lender is None]
+    own, alone = ([arena for arena in some if arena.lender is None] for some in (arenas, alone))
     assert max(memory._at_once(own, nothing)) <= max(memory._at_once(alone, nothing))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_torchs_results_lies_only_what_is_computed_in_their_place(seed):
+    generator = np.random.default_rng(seed)
+    steps, slots = drawn_steps(generator)
+    sizes = memory._allocated_by_torch(steps)
+    pairs = {(number, pair) for number, step in enumerate(steps) for pair in getattr(step, "in_place", ())}
+    arenas = memory.arenas_of(steps, slots, with_lent(generator, steps) if seed % 2 else {}).arenas
+    torchs = [arena for arena in arenas if arena.lender is not None and arena.lender.kind == "made"]
+    assert torchs
+    for arena in torchs:
+        (block,) = arena.blocks
+        assert arena.lender is block.slots[0] and arena.lender.is_own
+        assert all(slot.offset == 0 and slot.nbytes == sizes[arena.lender] for slot in block.slots[1:])
+        for pair in itertools.pairwise(block.slots):
+            assert pair[0].last == pair[1].first and (pair[1].first, pair) in pairs
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -159,7 +188,8 @@ def test_lent_memory_is_let_go_of_after_its_last_use_and_where_that_matters(seed
 
     def total(gone):
         """By step, the bytes of all memory, if lent memory is gone from some step on."""
-        here = memory._Timeline(steps, {}, {}).others(range(len(steps)))
+        of_torchs = [arena for arena in arenas if arena.lender is not None and arena.lender not in lent]
+        here = memory._Timeline(steps, memory._deaths({}, of_torchs), {}).others(range(len(steps)))
         for arena in arenas:
             for step in range(min(block.first for block in arena.blocks), arena.last + 1):
                 here[step] += 0 if arena.lender else arena.size
@@ -289,12 +319,6 @@ def test_memory_that_is_needed_when_lent_memory_is_gone_is_not_there_before():
     assert [(arena.begin, arena.size) for arena in arenas] == [(moments[0], 1 << 20), (moments[5], 64 << 20)]
 
 
-def peak_with(steps, lent, plan):
-    """The most bytes that are there at once, if lent memory is freed when nothing uses it any more."""
-    deaths = memory._deaths(lent, [arena for arena in plan.arenas if arena.lender is not None])
-    return max(at_once(steps, plan, lent, deaths)[0])
-
-
 def test_lent_memory_is_freed_where_torch_needs_more_than_the_results_do():
     """As in attention's backward: results that are small, but live long, after what is lent; then torch's own."""
     lent = {values.Slot("given", f"g{at}", index=at, first=at, last=at): 32 << 20 for at in range(4)}
@@ -307,10 +331,10 @@ def test_lent_memory_is_freed_where_torch_needs_more_than_the_results_do():
     steps.append(values.Call(None, (), {}, None, False, True))
     stays = memory.arenas_of(steps, small, lent)
     assert [arena.lender is not None for arena in stays.arenas] == [True] * 4
-    assert peak_with(steps, lent, stays) == (4 * 32 + 4 * 64) << 20
+    assert max(at_once(steps, stays, lent)[0]) == (4 * 32 + 4 * 64) << 20
     freed = memory.arenas_of(steps, small, lent, frees=True)
     assert [arena.lender for arena in freed.arenas] == [None]
-    assert peak_with(steps, lent, freed) == (4 * 20 + 4 * 64) << 20
+    assert max(at_once(steps, freed, lent)[0]) == (4 * 20 + 4 * 64) << 20
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -318,7 +342,8 @@ def test_freeing_lent_memory_never_raises_the_peak(seed):
     generator = np.random.default_rng(seed)
     steps, slots = drawn_steps(generator)
     lent = {slot: nbytes // memory.UNIT * memory.UNIT for slot, nbytes in with_lent(generator, steps).items()}
-    stays, freed = (peak_with(steps, lent, memory.arenas_of(steps, slots, lent, frees)) for frees in (False, True))
+    plans = [memory.arenas_of(steps, slots, lent, frees) for frees in (False, True)]
+    stays, freed = (max(at_once(steps, plan, lent)[0]) for plan in plans)
     assert freed <= stays
 
 

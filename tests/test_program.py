@@ -687,6 +687,31 @@ def test_products_of_torch_lie_where_kernels_results_do():
     assert made.code.count("out=") == 4 and made.arena_size <= 2 * 64 * 64 * 4, made.code
 
 
+def test_a_kernel_writes_where_torchs_result_lies():
+    """The last kernel that reads it overwrites it. Not so if torch reads it later, too, or the caller gets it."""
+    made = program_of(Net(lambda m, x: (x.cumsum(0) * 2).tanh().cumsum(1)), randn(64, 64))
+    assert made.arena_size == 64 * 64 * 4 and "empty" not in made.code, made.code
+    for body in (
+        lambda m, x: (lambda y: (y * 2).tanh().cumsum(1) @ y)(x.cumsum(0)),
+        lambda m, x: (lambda y: ((y * 2).tanh().cumsum(1), y))(x.cumsum(0)),
+    ):
+        made = program_of(Net(body), randn(64, 64))
+        assert "empty" in made.code, made.code
+
+
+def test_what_an_operator_of_others_returns_is_not_overwritten():
+    """An operator that returns what it has returned before. None should, but nothing prevents it."""
+    library, x = torch.library.Library("fxfuse_test_kept", "DEF"), randn(64, 64)
+    before = x.cumsum(0)
+    try:
+        library.define("kept(Tensor x) -> Tensor")
+        library.impl("kept", lambda x: before, "CPU")
+        made = program_of(Net(lambda m, x: (torch.ops.fxfuse_test_kept.kept(x) * 2).tanh().cumsum(1)), x)
+        assert "kept" in made.code and torch.equal(before, x.cumsum(0))
+    finally:
+        library._destroy()
+
+
 def test_values_that_die_leave_their_memory():
     def body(m, x):
         for _ in range(6):

@@ -28,8 +28,8 @@ def value(name, shape=(4, 6), strides=(6, 1), dtype=torch.float32, offset=0, slo
 def test_an_operand_that_lies_as_the_result_does_may_share_its_memory():
     x, weight, bias, out = value("x", (4, 5), (5, 1)), value("w", (6, 5), (5, 1)), value("b", (6,), (1,)), value("out")
     residual = value("r")
-    assert record._operands_in_place((x, weight, bias, (residual, 2.0)), out) == [(residual.slot, out.slot)]
-    assert record._operands_in_place((x, weight, None, (value("r", dtype=torch.int32),)), out)
+    assert record._operands_in_place("linear", (x, weight, bias, (residual, 2.0)), out) == [(residual.slot, out.slot)]
+    assert record._operands_in_place("linear", (x, weight, None, (value("r", dtype=torch.int32),)), out)
     for name, other in {
         "another order": value("r", strides=(1, 4)),
         "a part of its memory": value("r", offset=8),
@@ -39,10 +39,12 @@ def test_an_operand_that_lies_as_the_result_does_may_share_its_memory():
         "x itself": dataclasses.replace(residual, slot=x.slot),
         "the weight's": dataclasses.replace(residual, slot=weight.slot),
     }.items():
-        assert record._operands_in_place((x, weight, bias, (other,)), out) == [], name
-    assert record._operands_in_place((x, weight, bias, (residual, residual)), out) == [], "read twice"
+        assert record._operands_in_place("linear", (x, weight, bias, (other,)), out) == [], name
+    assert record._operands_in_place("linear", (x, weight, bias, (residual, residual)), out) == [], "read twice"
+    assert record._operands_in_place("pointwise", (residual, None, None, ()), out) == [(residual.slot, out.slot)]
+    assert record._operands_in_place("pointwise", (residual, None, None, (residual,)), out) == [], "read twice"
     one_image = value("r", (1, 6, 4), (99, 4, 1)), value("out", (1, 6, 4), (24, 4, 1))
-    assert record._operands_in_place((x, weight, bias, one_image[:1]), one_image[1]), "a stride of nothing"
+    assert record._operands_in_place("linear", (x, weight, bias, one_image[:1]), one_image[1]), "a stride of nothing"
 
 
 class Residuals(nn.Module):

@@ -5,8 +5,10 @@ the same time share memory. A result that is computed in place has the memory of
 torch's own results would together raise the peak, the arena ends, and another begins later.
 
 Kernels that follow each other are launched together, as a list, so what the first of them reads is there until the last
-one is launched. Where that raises the peak, the list ends earlier. Lent memory (values.py) is an arena, too, after its
-last read. But it is freed instead where what torch allocates needs the memory more.
+one is launched. Where that raises the peak, the list ends earlier.
+
+Lent memory (values.py) is an arena, too, after its last read. But it is freed instead where what torch allocates needs
+the memory more. A result of torch's is an arena for what is computed in its place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -78,7 +80,7 @@ class Arena:
     typed: set[str] = field(default_factory=set)
     """The dtypes for which the program has a variable with the arena as a tensor of that dtype."""
     lender: Slot | None = None
-    """The lent slot whose memory it is; None if the arena is allocated."""
+    """The lent slot, or torch's result, whose memory it is; None if the program allocates the arena."""
 
     @staticmethod
     def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
@@ -119,17 +121,18 @@ class _Timeline:
     def __init__(self, steps: Sequence[Launch | Call], deaths: Mapping[Slot, int], lent: Mapping[Slot, int]) -> None:
         """
         Args:
-            deaths: by lent slot, the number of the last step that uses its memory.
+            deaths: by lent slot, and by result of torch's that others are computed in the place of, the number of the
+                last step that uses its memory.
             lent: the sizes of lent slots in bytes.
         """
         self._steps = steps
         end = len(steps) - 1
         self._spans = [
-            (slot.first, end if slot.escapes else slot.last, nbytes)
+            (slot.first, end if slot.escapes else deaths.get(slot, slot.last), nbytes)
             for slot, nbytes in _allocated_by_torch(steps).items()
         ]
         """(first step, last step, bytes) of torch's and the caller's results, and of lent memory."""
-        self._spans += [(0, last, lent[slot]) for slot, last in deaths.items()] if steps else []
+        self._spans += [(0, last, lent[slot]) for slot, last in deaths.items() if slot in lent] if steps else []
         self.joints = frozenset(
             number + 1 for number, pair in enumerate(itertools.pairwise(steps)) if all(map(_is_launch, pair))
         )
@@ -180,10 +183,11 @@ def arenas_of(
         frees: whether lent memory may be freed. If so, results take less of it, or none, where that lowers the peak.
     """
     lent = {slot: nbytes // UNIT * UNIT for slot, nbytes in lent.items()}
+    lenders = {**lent, **_overwritten(steps)}
     slots = list(slots)
     found, ends, lowest = list[Arena](), frozenset[int](), math.inf
     for fit in (0.0, FITTING, math.inf) if lent and frees else (0.0,):
-        borrowed, blocks = _borrowed(blocks_of(steps, slots, lent), lent, len(steps), fit)
+        borrowed, blocks = _borrowed(blocks_of(steps, slots, lenders), lenders, len(steps), fit)
         timeline = _Timeline(steps, _deaths(lent, borrowed), lent)
         plan = _planned(blocks, timeline)
         peak = _peak(plan, timeline)
@@ -326,6 +330,7 @@ def _borrowed(
 ) -> tuple[list[Arena], list[Block]]:
     """Places blocks in lent memory: the largest block first, each in the smallest piece of memory that has room.
 
+    In torch's results there is only what is computed in their place: they would be freed sooner without other blocks.
     Returns the arenas that got blocks, and the blocks that found no room.
 
     Args:
@@ -338,11 +343,12 @@ def _borrowed(
         if lender is None:
             left.append(block)
         else:
-            arenas.append(Arena([block], 0, steps, lent[lender], lender=lender))
+            arenas.append(Arena([block], block.first, steps, lent[lender], lender=lender))
     arenas.sort(key=lambda arena: arena.size)
+    given = [arena for arena in arenas if arena.lender is not None and arena.lender.kind == "given"]
     rest: list[Block] = []
     for block in sorted(left, key=lambda block: (-block.nbytes, block.first)):
-        for arena in (arena for arena in arenas if block.nbytes >= fit * arena.size):
+        for arena in (arena for arena in given if block.nbytes >= fit * arena.size):
             offset = _free(block, [(other.offset, other) for other in arena.blocks if _meet(block, other)])
             if offset + block.nbytes <= arena.size:
                 block.offset = offset
@@ -354,9 +360,10 @@ def _borrowed(
 
 
 def _deaths(lent: Iterable[Slot], arenas: Iterable[Arena]) -> dict[Slot, int]:
-    """By lent slot: the number of the last step that uses its memory. 0 if none does."""
-    borrowed = {arena.lender: arena.last for arena in arenas}
-    return {slot: max(borrowed.get(slot, slot.last), 0) for slot in lent}
+    """By lent slot, and by lender of an arena: the number of the last step that uses its memory. 0 if none does."""
+    deaths = {slot: max(slot.last, 0) for slot in lent}
+    deaths.update((arena.lender, arena.last) for arena in arenas if arena.lender is not None)
+    return deaths
 
 
 def releases(
@@ -377,8 +384,8 @@ def releases(
     found: dict[int, list[Slot]] = {}
     dead: list[Slot] = []
     by_death: dict[int, list[Slot]] = {}
-    for slot, last in dies.items():
-        by_death.setdefault(last, []).append(slot)
+    for slot in lent:
+        by_death.setdefault(dies[slot], []).append(slot)
     for step in everywhere:
         nbytes = sum(lent[slot] for slot in dead)
         if nbytes >= SMALL and total[step] + nbytes > most:
@@ -442,17 +449,34 @@ def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
 def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int]) -> list[Block]:
     """A block for each slot. Two slots share one where a kernel reads one for the last time and may write in place."""
     blocks = {slot: Block.of(slot) for slot in slots}
-    blocks.update((slot, Block([slot], 0, slot.last, nbytes)) for slot, nbytes in lent.items())
-    for number, step in enumerate(steps):
-        for read, written in step.in_place if isinstance(step, Launch) else ():
-            before, after = blocks.get(read), blocks.get(written)
-            if before is None or after is None or (before.last, after.first) != (number, number):
-                continue
-            if before is not after and before.nbytes == after.nbytes:
-                before.slots += after.slots
-                before.last = after.last
-                blocks.update(dict.fromkeys(after.slots, before))
+    for slot, nbytes in lent.items():
+        blocks[slot] = Block([slot], 0 if slot.kind == "given" else slot.first, slot.last, nbytes)
+    for number, read, written in _in_place(steps):
+        before, after = blocks.get(read), blocks.get(written)
+        if before is None or after is None or (before.last, after.first) != (number, number):
+            continue
+        if before is not after and before.nbytes == after.nbytes:
+            before.slots += after.slots
+            before.last = after.last
+            blocks.update(dict.fromkeys(after.slots, before))
     return list(dict.fromkeys(blocks.values()))
+
+
+def _in_place(steps: Iterable[Launch | Call]) -> Iterator[tuple[int, Slot, Slot]]:
+    """(step, slot that its kernel reads, slot that it writes) where the two may share memory (`Launch.in_place`)."""
+    for number, step in enumerate(steps):
+        if isinstance(step, Launch):
+            yield from ((number, read, written) for read, written in step.in_place)
+
+
+def _overwritten(steps: Sequence[Launch | Call]) -> dict[Slot, int]:
+    """The sizes in bytes of torch's results that a kernel may overwrite with its own: it is the last to read them."""
+    sizes = _allocated_by_torch(steps)
+    return {
+        read: sizes[read]
+        for number, read, _ in _in_place(steps)
+        if read in sizes and read.is_own and not read.escapes and read.last == number and read.alignment == UNIT
+    }
 
 
 def place(blocks: Sequence[Block]) -> int:

@@ -558,7 +558,7 @@ class Recorder:
                 self.steps.append(step)
             elif not pool and isinstance(self.steps[-1], Launch):
                 if seen.launches[-1].in_place:
-                    self.steps[-1].in_place = _operands_in_place(inputs, value)
+                    self.steps[-1].in_place = _operands_in_place(kind, inputs, value)
                 if len(seen.launches) == 1:
                     loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
                     self.steps[-1].loops = self._paying(loops)
@@ -746,7 +746,9 @@ class Recorder:
                     raise _Unknown
                 name = self._name()
                 made_of = [] if new is not None else values_in((args, kwargs))
-                self._owners[key] = Owner.of(self._slot("made", name, tensor, made_of), tensor)
+                slot = self._slot("made", name, tensor, made_of)
+                slot.is_own = operation.overload.namespace == "aten"  # others may return what they have returned before
+                self._owners[key] = Owner.of(slot, tensor)
                 known[id(tensor)] = self._value(tensor, name)
             return self._known(tensor, known)
 
@@ -859,17 +861,19 @@ def _not_yet(_: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
     raise Refused(NOT_YET)
 
 
-def _operands_in_place(inputs: Sequence[Any], result: Value) -> list[tuple[Slot, Slot]]:
+def _operands_in_place(kind: str, inputs: Sequence[Any], result: Value) -> list[tuple[Slot, Slot]]:
     """Pairs (slot of a region's operand, slot of its result) that may share memory, for `Launch.in_place`.
 
-    The operand lies as the result does (cuda/kernel.py: `Kernel.in_place`), and the region reads it as nothing else.
+    The operand lies as the result does (cuda/kernel.py: `Kernel.in_place`), and the region reads it as nothing else. In
+    a pointwise region x is an operand, too.
     """
+    operands = [inputs[0], *inputs[3]] if kind == "pointwise" else inputs[3]
     slots = Counter(value.slot for value in values_in(inputs))
 
     def lies(value: Value) -> tuple[Any, ...]:
         return value.offset, value.shape, tuple(varying(value.strides, value.shape)), value.dtype.itemsize
 
-    alike = (value for value in values_in(inputs[3]) if slots[value.slot] == 1 and lies(value) == lies(result))
+    alike = (value for value in values_in(operands) if slots[value.slot] == 1 and lies(value) == lies(result))
     return [(value.slot, result.slot) for value in alike]
 
 

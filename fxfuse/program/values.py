@@ -59,6 +59,8 @@ class Slot:
     """In bytes, in its arena."""
     is_apart: bool = False
     """Whether it lies on a CPU while the program is for a GPU. Then only torch reads it."""
+    is_own: bool = False
+    """Whether nothing but the program holds it, although torch made it: it is the result of an operator of torch's."""
     constant: torch.Tensor | None = None
     """The tensor at its beginning, if it was computed from nothing but numbers and other constants (constants.py)."""
     first: int = -1

@@ -199,9 +199,13 @@ class Writer:
         alone = [value.slot for value in values_in(small) if value.alone and value.slot in memory]
         if len(alone) > 1:
             self.arenas.append(side_by_side(alone, len(self.steps)))
-        self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
+        lenders = [arena.lender for arena in self.arenas if arena.lender is not None]
+        self.borrows = bool(self._releases) or any(slot.kind == "given" for slot in lenders)
         """Whether a call overwrites or frees lent memory."""
         indices = itertools.count(self._given)
+        for slot in lenders:
+            if slot.kind == "made":
+                slot.index = next(indices)
         for arena in self.arenas:
             arena.index = next(indices) if arena.lender is None else arena.lender.index
             own = (slot for block in arena.blocks for slot in block.slots if slot is not arena.lender)
@@ -209,7 +213,7 @@ class Writer:
         for slot, arena in self._arena_of.items():
             slot.index = arena.index
         for slot in table:
-            if slot not in self._arena_of:
+            if slot not in self._arena_of and slot not in lenders:
                 slot.index = next(indices)
         self.table_size = next(indices)
         """The number of addresses: given tensors, arenas, torch's results, results for the caller, and constants."""
@@ -246,6 +250,7 @@ class Writer:
         for value in values_in(output):
             last[value.name] = last[value.slot.name] = len(self.steps)
         last.update((arena.name, arena.last) for arena in self.arenas)
+        last.update((arena.lender.name, arena.last) for arena in self.arenas if arena.lender is not None)
         return last
 
     # ---- text
@@ -359,7 +364,8 @@ class Writer:
             arena.typed.add(text)
             whole = arena.name
             if arena.lender is not None:
-                self._read.add(arena.lender.index)
+                if arena.lender.kind == "given":
+                    self._read.add(arena.lender.index)
                 count = arena.size // arena.lender.dtype.itemsize
                 whole = f"reinterpret({arena.lender.name}, ({count},), (1,), 0)"
             self._line(f"{name} = {whole}.view({text})")
