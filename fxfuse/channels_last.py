@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
+from fxfuse.group_norms import group_norm
 from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
 from fxfuse.patterns.anchors import known_tensor
@@ -276,7 +277,8 @@ class _Known:
         return origins - permuted if permuted and is_noted_contiguous(node) else origins
 
     def _is_stranger(self, node: fx.Node) -> bool:
-        return not type(self.root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
+        kind = type(self.root.get_submodule(str(node.target)))
+        return not kind.__module__.startswith(("torch.nn", "torch.export"))  # the latter checks a program's arguments
 
     def _size(self, role: Role, pictures: Sequence[fx.Node]) -> tuple[float, float]:
         first = max(pictures or role.inputs[:1], key=lambda arg: self.sizes[arg][1])
@@ -403,6 +405,9 @@ class _Conversions:
                 self._read_inside(node, value)
         for value in ordered:
             self._read_outside(value)
+        for node in ordered:
+            if self._known.roles[node].is_group_norm:
+                self._in_channels_last(node)
         self._put_least(ordered)
         numbers = [conversion.number for conversion in self._found]
         weakref.finalize(self._graph, _forget, numbers).atexit = False
@@ -480,6 +485,23 @@ class _Conversions:
             reads = user not in self._order or (user in self._inside and value in self._known.roles[user].inputs)
             if not reads and not self._known.forgets(value, user):
                 self._replace(user, value, self._converted(user, value, False, (self._flag(value),)))
+
+    def _in_channels_last(self, node: fx.Node) -> None:
+        """Lets a group norm give its result in channels_last, which torch's does not on a GPU."""
+        flag = self._flag(node)
+        if node.op == "call_module":
+            module, path = self._known.root.get_submodule(str(node.target)), str(node.target)
+            assert isinstance(module, nn.GroupNorm)
+            with self._graph.inserting_before(node):
+                weight, bias = (None if getattr(module, name) is None else self._graph.get_attr(f"{path}.{name}")
+                                for name in ("weight", "bias"))  # fmt: skip
+            given: tuple[Any, ...] = (node.args[0], module.num_groups, weight, bias, module.eps)
+        else:
+            names = (("input", None), ("num_groups", None), ("weight", None), ("bias", None), ("eps", 1e-5))
+            given = tuple(node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+                          for place, (name, default) in enumerate(names))  # fmt: skip
+        node.op, node.target = "call_function", group_norm
+        node.args, node.kwargs = (*given, flag), {}
 
     def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:
         """The conversion of `value` for `reader`. Readers share it, unless the value is overwritten in between."""

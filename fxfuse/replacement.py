@@ -16,6 +16,7 @@ from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
 from fxfuse.patterns.anchors import Source, noted
+from fxfuse.patterns.layouts import name_of
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.masks import leave_out_masks
 from fxfuse.patterns.numbers import put_sizes_in
@@ -108,12 +109,26 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
 
 
 def _trains(root: nn.Module, graph: fx.Graph) -> bool:
-    """Whether calls will want gradients, as far as is known. Graphs of Dynamo and torch.export have no mode."""
-    given = [noted(node) for node in graph.nodes if node.op == "placeholder"]
-    if isinstance(root, fx.GraphModule) and any(value is not None for value in given):
-        tensors = [*given, *root.parameters()]  # which Dynamo makes arguments since torch 2.5
-        return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
-    return root.training
+    """Whether calls will want gradients, as far as is known.
+
+    Dynamo captures a graph for a call, which tells. Of torch.export's, only operators that compute as in training tell.
+    """
+    given = [node for node in graph.nodes if node.op == "placeholder" and noted(node) is not None]
+    if not isinstance(root, fx.GraphModule) or not given:
+        return root.training
+    if "val" in given[0].meta:  # torch.export's
+        return any(map(_computes_as_in_training, graph.nodes))
+    tensors = [*map(noted, given), *root.parameters()]  # which Dynamo makes arguments since torch 2.5
+    return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
+
+
+_TRAINING: Final = {"batch_norm": 5, **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), 2)}
+"""By name of an operator of torch's: the argument that tells whether it computes as in training."""
+
+
+def _computes_as_in_training(node: fx.Node) -> bool:
+    place = _TRAINING.get(name_of(node).removesuffix("_"))
+    return place is not None and len(node.args) > place and node.args[place] is True
 
 
 def is_disabled() -> bool:

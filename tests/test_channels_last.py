@@ -13,9 +13,10 @@ from test_training import made, step_of
 from torch import nn
 
 import fxfuse
-from fxfuse import channels_last, functional
+from fxfuse import channels_last, functional, group_norms
 from fxfuse.backend import compiled_graphs
 from fxfuse.module import state_of
+from fxfuse.program.reductions import LONGEST
 
 GAINS, ELEMENTS = channels_last._gains, channels_last._elements
 
@@ -510,9 +511,109 @@ def test_dynamos_graphs_work_in_channels_last_unless_they_train(gradients):
     assert (layouts.convolutions, len(layouts.conversions)) == ((0, 0) if gradients else (4, 2))
 
 
+class Grouped(nn.Module):
+    """Blocks as of a diffusion model: two kinds of group norm, convolutions, and a residual."""
+
+    def __init__(self, channels=16, groups=2, blocks=3):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(groups, channels) for _ in range(blocks))
+        self.convolutions = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2 * blocks))
+        self.groups, self.scale = groups, nn.Parameter(torch.randn(channels))
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, norm in enumerate(self.norms):
+            y = self.convolutions[2 * number](F.silu(norm(x)))
+            x = x + self.convolutions[2 * number + 1](F.gelu(F.group_norm(y, self.groups, self.scale)))
+        return x
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_group_norms_keep_channels_last(on_gpu, gradients, monkeypatch):
+    """Also on a GPU, where torch's makes contiguous results of them; with gradients by torch's operators."""
+    asked = group_norms._in_channels_last
+    calls = []
+    monkeypatch.setattr(group_norms, "_runs_on_gpu", lambda x: on_gpu)
+    monkeypatch.setattr(group_norms, "_called", lambda *args: calls.append(args) or asked(*args))
+    model, x = Grouped().eval(), randn(2, 3, 9, 10)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    assert borders(fast) == (1, 1) and state_of(fast).layouts.convolutions == 7
+    x.requires_grad_(gradients)
+    for _ in range(4):
+        with torch.set_grad_enabled(gradients):
+            result, expected = fast(x), model(x)
+        assert result.stride() == expected.stride()
+        torch.testing.assert_close(result, expected)
+        if gradients:
+            wanted = [torch.autograd.grad(one.square().sum(), [x, *net.parameters()])
+                      for one, net in ((result, fast), (expected, model))]  # fmt: skip
+            torch.testing.assert_close(*wanted, rtol=1e-4, atol=1e-4)
+    assert bool(calls) == (on_gpu and not gradients)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(F.group_norm(m.b(m.a(m.b(x))), 8, m.scale)),  # runs of 4 bytes
+        lambda m, x: m.a(F.group_norm(m.b(m.a(m.b(x))), 2)),  # of a dtype that is not known
+    ],
+)
+def test_group_norms_that_stay_as_they_are(body):
+    model = Net(body, a=nn.Conv2d(8, 8, 3), b=nn.Conv2d(8, 8, 3, padding=2), scale=torch.randn(8)).eval()
+    fast = fxfuse.optimize(model)
+    assert not any(node.target is group_norms.group_norm for node in fast.graph.nodes)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 8, 9, 10))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(("channels", "groups", "size"), [(64, 4, 17), (320, 32, 16), (48, 3, 100)])
 @torch.no_grad()
-def test_exported_programs_work_in_channels_last():
-    model, x = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval(), randn(2, 3, 9, 9)
-    fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
+def test_group_norms_on_a_gpu(channels, groups, size, dtype):
+    torch.manual_seed(0)
+    model, x = Grouped(channels, groups).eval().to("cuda", dtype), torch.randn(2, 3, size, size + 2).to("cuda", dtype)
+    exact, eager = copy.deepcopy(model).double()(x.double()), model(x)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for _ in range(4):
+        result = fast(x)
+        assert result.stride() == eager.stride()
+        errors = [(one.double() - exact).norm() for one in (result, eager)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-6 * exact.norm()
+    assert state_of(fast).layouts.convolutions == 7
+    (made,) = state_of(fast).programs.programs
+    assert bool(made.calls.get("group_norm_in_channels_last")) == (channels // groups * size * (size + 2) > LONGEST)
+
+
+def split_and_enlarged(m, x):
+    """Some channels, in each way that there is, and images that become larger."""
+    x = F.relu(m.layers[0](x))
+    a, b = x.split(4, 1)
+    a = F.interpolate(F.relu(m.halves[0](a)), scale_factor=2.0, mode="bilinear")
+    b = F.interpolate(F.relu(m.halves[1](b)), scale_factor=2.0)
+    c = F.interpolate(F.relu(m.halves[0](x[:, :4])), scale_factor=2.0, mode="nearest-exact")
+    d = F.interpolate(F.relu(m.halves[1](x.narrow(1, 4, 4))), scale_factor=2.0)
+    x = torch.cat([a + c, b + d], 1)
+    for layer in m.layers[1:]:
+        x = F.relu(layer(x))
+    return x
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("body", [chain, split_and_enlarged])
+def test_exported_programs_work_in_channels_last(body, gradients):
+    """Whether gradients are wanted is not known when a program is optimised, so operators in training mode decide."""
+    model = Net(body, layers=convolutions(3, 8, 8, 8, 8), halves=convolutions(4, 4, 4)).eval()
+    x = randn(2, 3, 9, 9)
+    with torch.set_grad_enabled(gradients):
+        fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
     assert_as_eager(model, fast, x)
-    assert state_of(fast).layouts.convolutions == 4
+    layouts = state_of(fast).layouts
+    assert (layouts.convolutions, len(layouts.conversions)) == ((4, 2) if body is chain else (8, 2))
+
+
+def test_exported_programs_that_train_stay_as_they_are():
+    model, x = Net(lambda m, x: F.dropout(chain(m, x), training=True), layers=convolutions(3, 8, 8)), randn(2, 3, 9, 9)
+    fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
+    assert state_of(fast).layouts == channels_last.Layouts()

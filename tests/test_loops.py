@@ -1299,6 +1299,8 @@ ROWS = {
     "rms_norm of small numbers": (lambda x: F.rms_norm(x * 0.015625, (6,)), (6, 5, 6), None),
     "layer_norm": (lambda x: F.layer_norm(x, (5, 6)) * 2, (6, 5, 6), 1),
     "group_norm": (lambda x: F.group_norm(x, 2) * 3, (3, 4, 5, 6), 1),
+    "group_norm, channels_last": (lambda x: F.silu(F.group_norm(pictures(x), 2)) * 3, (3, 5, 6, 16), 1),
+    "group_norm of odd groups, channels_last": (lambda x: F.group_norm(pictures(x), 3) + 1, (3, 5, 6, 30), 1),
     "instance_norm": (lambda x: F.instance_norm(x), (3, 4, 5, 6), 1),
     "standardised weights": (
         lambda x: F.batch_norm(x.reshape(1, 4, -1), None, None, x[0, 0, 0, :4], training=True).reshape(x.shape) * 2,

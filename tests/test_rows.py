@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Net
-from test_loops import checked, device, texts  # noqa: F401
+from test_loops import checked, device, pictures, texts  # noqa: F401
 
 import fxfuse
 from fxfuse import long_rows
@@ -107,6 +107,21 @@ def test_groups_are_rows(groups, layout, device, texts):  # noqa: F811
     checked(Net(forward, weight=torch.randn(16), bias=torch.randn(16)), device, 3, 16, 5, 6)
     if layout == torch.contiguous_format:
         assert any("held0" in text for text in texts)
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(2, 16), (4, 40), (3, 48), (1, 8), (16, 64), (4, 36)])
+def test_groups_of_channels_that_come_last_are_mixed_rows(groups, channels, device, texts):  # noqa: F811
+    """Each row is read once, by runs of a group's channels, and its result is stored by such runs."""
+
+    def forward(m, x):
+        x = pictures(x)
+        return F.silu(torch.ops.fxfuse.group_norm_in_channels_last(x, groups, m.weight, m.bias, 1e-5)) + x
+
+    model = Net(forward, weight=torch.randn(channels), bias=torch.randn(channels))
+    checked(model, device, 3, 5, 7, channels, exact=False)
+    (text,) = (text for text in texts if "across_threads" in text)
+    vector = min(4, channels // groups & -(channels // groups))
+    assert text.count("p.memory[0]") == 1 and (vector == 1 or f"Adjacent<float, {vector}, {4 * vector}>" in text)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])

@@ -27,7 +27,8 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     Rows,
-    divided,
+    as_rows,
+    digits_of,
     indices_of,
     kinds_of,
     reductions_of,
@@ -35,7 +36,7 @@ from fxfuse.program.loops import (
     substituted,
     with_operands,
 )
-from fxfuse.program.text import LANE, ROW, by_runs, digits_of, flattened
+from fxfuse.program.text import LANE, ROW, by_runs, flattened
 
 TURN: Final = "turn"
 """The variable that counts a row's elements where lanes are rows; otherwise it counts pieces of a row."""
@@ -120,9 +121,9 @@ def nest_of(loops: Loops) -> Nest | None:
         return None  # a nest has one place for all results
     if not loops.reductions:
         return _pointwise(loops)
-    loops = divided(loops)
+    loops = as_rows(loops)
     rows = rows_of(loops)
-    if rows is None or _adds_up_again(loops, rows):
+    if rows is None or rows.are_mixed or _adds_up_again(loops, rows):
         return None
     sizes = [loops.output.shape[dim] for dim in rows.along]
     longest = max(math.prod(sizes), *(row.over.size for row in loops.reductions))

@@ -28,7 +28,7 @@ from fxfuse.cuda.codegen import MOVED_TYPES, functions
 from fxfuse.cuda.row_threads import ALONG
 from fxfuse.expression import Call, Expr, Operand
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.indices import Index, Variable, variable
+from fxfuse.program.indices import Index, Variable, dot, variable
 from fxfuse.program.loops import (
     SECTOR,
     Leaf,
@@ -37,10 +37,12 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     all_leaves,
-    divided,
+    as_rows,
+    digits_of,
     kinds_of,
     reductions_of,
     rows_of,
+    run_of,
     substituted,
     with_operands,
 )
@@ -52,7 +54,6 @@ from fxfuse.program.text import (
     RUN,
     LoopsKernel,
     Text,
-    digits_of,
     flattened,
     in_runs,
     vector_of,
@@ -331,7 +332,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
 
     Some threads share a row or a few adjacent rows.
     """
-    loops = divided(loops)
+    loops = as_rows(loops)
     rows, output = rows_of(loops), loops.output
     assert rows is not None, "merge.py and operators.py make no others"
     outer, length, inner = rows.sizes(output.shape)
@@ -344,8 +345,9 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
     reductions = reductions_of(leaves)
-    staged = None if rows.inner else row_threads.staging(loops, reductions, leaves, outer, length)
-    held = None if rows.inner else row_threads.holding(loops, reductions, leaves, outer, length, staged)
+    run = run_of(loops, rows)
+    staged = None if rows.inner or rows.are_mixed else row_threads.staging(loops, reductions, leaves, outer, length)
+    held = None if rows.inner else row_threads.holding(loops, reductions, leaves, outer, length, run, staged)
     text.length = _fixed_length(reductions, leaves, outer * inner)
     functions_, loops_, longest = [], [], 1
     if staged is not None:
@@ -356,7 +358,9 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     turns = itertools.count()
     for together in row_threads.groups_of(reductions):
         over = together[0].over
-        vector = 1 if rows.inner or staged else row_threads.vector_of_rows(together) if held is None else held.vector
+        vector = (
+            1 if rows.inner or staged else row_threads.vector_of_rows(together, run) if held is None else held.vector
+        )
         text.begin(max(vector, beside), held, over.size // vector)
         at, which = in_runs(over.name, over.size, vector), "lane" if rows.inner else "0"
         inside = "" if held is None else "if (inside) "
@@ -377,7 +381,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
         runs = "kSize" if staged else text.number(over.size // vector)
         loops_ += [*before, *_loop(runs, over.size // vector, max(vector, beside), text), *after]
         longest = max(longest, over.size // vector)
-    vector = 1 if rows.inner or staged else vector_of(output, length) if held is None else held.vector
+    vector = 1 if rows.inner or staged else vector_of(output, run) if held is None else held.vector
     width, at = max(vector, beside), in_runs(ALONG, length, vector)
     text.begin(width, held, length // vector)
     arguments = ", ".join(["0.0f", *text.leaves([substituted(leaf, at) for leaf in leaves])])
@@ -387,7 +391,10 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     text.before.insert(0, f"Adjacent<Output, {width}, {access or ACCESS}> result;")
     text.within.append(f"set(result.element[lane], expression({arguments}));")
     functions_ += _others(loops, width, arguments, text)
-    index = (number // inner) * (length * inner) + at[ALONG] * inner + number % inner - variable(LANE, width)
+    index = (number // inner) * (length * inner) + at[ALONG] * inner + number % inner
+    if rows.are_mixed:
+        index = dot((values[f"c{dim}"] for dim in range(len(output.shape))), output.strides).substituted(at)
+    index = index - variable(LANE, width)
     inside = "" if held is None else "if (inside) "
     if staged is not None and staged.results:
         loops_ += [*_loop("kSize", length, width, text, staged.stores()), *staged.after(loops)]

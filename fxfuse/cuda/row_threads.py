@@ -72,10 +72,14 @@ def groups_of(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
     return [found[over] for over in sorted(found, key=lambda over: height_of(over))]
 
 
-def vector_of_rows(together: Sequence[Reduced]) -> int:
-    """How many elements of a row are read at once by the loop that computes these reductions."""
+def vector_of_rows(together: Sequence[Reduced], run: int = 0) -> int:
+    """How many elements of a row are read at once by the loop that computes these reductions.
+
+    Args:
+        run: how many elements of the row are contiguous; 0 if all are.
+    """
     dtypes = (leaf.dtype for row in together for leaf in row.leaves if isinstance(leaf, Read))
-    return math.gcd(ACCESS // max((dtype.itemsize for dtype in dtypes), default=1), together[0].over.size)
+    return math.gcd(ACCESS // max((dtype.itemsize for dtype in dtypes), default=1), together[0].over.size, run)
 
 
 @dataclass(frozen=True)
@@ -185,14 +189,19 @@ def _power_of_two(number: int) -> int:
 
 
 def holding(
-    loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int, staged: Staged | None
-) -> Held | None:
-    """The reads that several loops over a row share, if a thread's registers can hold them between loops; else None."""
+    loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int, run: int,
+    staged: Staged | None,
+) -> Held | None:  # fmt: skip
+    """The reads that several loops over a row share, if a thread's registers can hold them between loops; else None.
+
+    Args:
+        run: how many elements of a row are contiguous.
+    """
     size, output = reductions[0].over.size, loops.output
     if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
     in_order = groups_of(reductions)
-    vector = 1 if staged else math.gcd(vector_of(output, length), *map(vector_of_rows, in_order))
+    vector = 1 if staged else math.gcd(vector_of(output, run), *map(vector_of_rows, in_order))
     within = Inside(variable(ALONG, length), size)
     readers, also = Counter[Read](), dict[Read, Read]()
     for together in in_order:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
@@ -23,6 +24,8 @@ from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.patterns.anchors import known_tensor, noted
 from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
+from fxfuse.program.loops import RUN_OF_ROW
+from fxfuse.program.reductions import LONGEST
 
 _aten: Final = torch.ops.aten
 
@@ -45,6 +48,8 @@ class Role:
     """The number of the result's channels, if it is not the first input's; 0: the sum over all inputs."""
     dimensions: int | None = None
     """The rank of the result, if it is known: 4 of an image, 5 of a volume."""
+    is_group_norm: bool = False
+    """Whether it must be replaced by one whose result is in channels_last on a GPU, too (group_norms.py)."""
 
 
 _ROWS_OF_STRIDES: Final = frozenset({"contiguous", "clone"})
@@ -77,11 +82,14 @@ _POOLS: Final = frozenset(
 _ADAPTIVE: Final = frozenset(
     {F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d, F.adaptive_avg_pool3d, _aten.adaptive_avg_pool3d}
 )
+_GROUP_NORMS: Final = frozenset({F.group_norm, torch.group_norm, _aten.group_norm})
 _NORMALISATIONS: Final = frozenset({F.batch_norm, torch.batch_norm, _aten.batch_norm})
 _CATS: Final = frozenset({torch.cat, torch.concat, torch.concatenate, _aten.cat})
 _PADS: Final = frozenset({F.pad, torch._C._nn.pad, _aten.pad, _aten.constant_pad_nd})
 _MODES: Final = ("nearest", "nearest-exact", "bilinear")
 """Modes in which torch's kernels for a GPU enlarge images in channels_last."""
+_ENLARGING: Final = {_aten.upsample_nearest2d: 2, _aten._upsample_nearest_exact2d: 2, _aten.upsample_bilinear2d: 3}
+"""Operators for these modes: the position of the scale factors."""
 _REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})
 _DEVIATIONS: Final = frozenset({"var", "std"})
 _PARTS: Final = frozenset({"chunk", "split", "split_with_sizes"})
@@ -100,7 +108,7 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
         return _of_convolution(root, node, target)
     if target is functional.pointwise:
         return Role(_pictures(node), grows=_pooled(node)) if _pictures(node) else None
-    return _of_spelling(root, node) or _of_library(node, target)
+    return _of_spelling(root, node) or _of_library(root, node, target)
 
 
 def is_pool(root: nn.Module, node: fx.Node) -> bool:
@@ -130,6 +138,9 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
         return Role(inputs, grows=1 / _area(getattr(module, "stride", 1), 3 if kind is nn.MaxPool3d else 2))
     if kind in _ADAPTIVE_MODULES:
         return Role(inputs, grows=_FEW_PIXELS)
+    if kind is nn.GroupNorm:
+        assert isinstance(module, nn.GroupNorm)
+        return _of_groups(inputs, module.num_groups, module.weight)
     if kind in _UPSAMPLING_MODULES:
         scale = getattr(module, "scale_factor", None)
         return Role(inputs, grows=_area(scale or 2)) if getattr(module, "mode", "") in _MODES else None
@@ -204,7 +215,19 @@ def _is_left(dimensions: int, groups: Any, weight: torch.Tensor | None, area: fl
     return weight.shape[2:].numel() == 1 < weight.shape[1] < 16
 
 
-def _of_library(node: fx.Node, target: Any) -> Role | None:
+def _of_groups(inputs: tuple[fx.Node, ...], groups: Any, weight: torch.Tensor | None) -> Role | None:
+    """The role of a group norm; None if its rows are too long for a kernel of loops, or consist of too short runs."""
+    if weight is None or not isinstance(groups, int) or weight.dim() != 1:
+        return None
+    value, channels = noted(inputs[0]), int(weight.shape[0]) // groups
+    elements = known_elements(inputs[0])
+    is_long = elements is not None and elements // max(1, value.shape[0] * groups) > LONGEST
+    if is_long or channels * weight.dtype.itemsize < RUN_OF_ROW:
+        return None
+    return Role(inputs, is_group_norm=True)
+
+
+def _of_library(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     inputs = tuple(node.all_input_nodes)
     if not inputs:
         return None
@@ -218,6 +241,9 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
         return Role(first, grows=_FEW_PIXELS)
     if target in _NORMALISATIONS:
         return Role(first) if isinstance(node.args[0] if node.args else None, fx.Node) else None
+    if target in _GROUP_NORMS:
+        x, groups, weight = (_argument(node, *one) for one in ((0, "input"), (1, "num_groups"), (2, "weight")))
+        return _of_groups((x,), groups, known_tensor(root, weight)) if isinstance(x, fx.Node) else None
     if target in _CATS:
         return Role(inputs, channels=0) if _is(_argument(node, 1, "dim"), 1, -3) else None
     if target in _PADS:
@@ -226,6 +252,8 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
     if target is F.interpolate:
         scale = _argument(node, 2, "scale_factor")
         return Role(first, grows=_area(scale or 2)) if (_argument(node, 3, "mode") or "nearest") in _MODES else None
+    if target in _ENLARGING:
+        return Role(first, grows=_area(_argument(node, _ENLARGING[target], "scale_factors") or 2))
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REDUCTIONS and any(reduces_pictures(node, dimensions, keep=True) for dimensions in FORMATS):
         return Role(first, grows=_FEW_PIXELS)
@@ -235,6 +263,8 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
         return Role(first, is_alias=True, several=True)
     if target is operator.getitem:
         return _of_subscript(node)
+    if name == "narrow" or target is _aten.slice:
+        return Role(first, is_alias=True) if _takes_channels(node, name) else None
     return None
 
 
@@ -244,8 +274,7 @@ def _of_subscript(node: fx.Node) -> Role | None:
     if not isinstance(value, fx.Node) or len(node.all_input_nodes) != 1:
         return None
     if isinstance(index, int):
-        name = getattr(value.target, "__name__", str(value.target))
-        return Role((value,), is_alias=True) if name in _PARTS else None
+        return Role((value,), is_alias=True) if name_of(value) in _PARTS else None
     whole = slice(None)
     is_channels = (
         isinstance(index, tuple)
@@ -255,6 +284,16 @@ def _of_subscript(node: fx.Node) -> Role | None:
         and all(item == whole for position, item in enumerate(index) if position != 1)
     )
     return Role((value,), is_alias=True) if is_channels else None
+
+
+def _takes_channels(node: fx.Node, name: str) -> bool:
+    """Whether a `narrow` or `torch.ops.aten.slice` takes some channels of its input, or all of it."""
+    dim = _argument(node, 1, "dim")
+    if name == "narrow":
+        return _is(dim, 1, -3)
+    start, end, step = (_argument(node, place, key) for place, key in ((2, "start"), (3, "end"), (4, "step")))
+    is_whole = start in (None, 0) and (end is None or end == sys.maxsize)
+    return step in (None, 1) and (_is(dim, 1, -3) or is_whole)
 
 
 # ------------------------------------------------------------------------------------- what forgets strides

@@ -498,7 +498,7 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
 
     Only the threads that compute the result at the same offset, or its row, may read an element of the value.
     """
-    loops = divided(loops)
+    loops = as_rows(loops)
     rows = rows_of(loops) if loops.reductions else Rows((), ())
     if rows is None or rows.inner:
         return False
@@ -754,7 +754,10 @@ class Rows:
     along: tuple[int, ...]
     """The dimensions inside a row."""
     inner: tuple[int, ...] = ()
-    """The dimensions of rows that are adjacent in memory. Empty if a row's own elements are contiguous."""
+    """The dimensions of rows that are adjacent in memory. Empty if a row's own elements are contiguous, or runs of them
+    are."""
+    are_mixed: bool = False
+    """Whether parts of other rows lie between the parts of a row: groups of channels in channels_last."""
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The numbers of elements of `outer`, `along` and `inner`."""
@@ -762,12 +765,21 @@ class Rows:
         return outer, along, inner
 
 
+def digits_of(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
+    """The coordinates of an element along `dims`, from its number among the elements of these dimensions."""
+    values = {}
+    for dim in reversed(dims):
+        values[f"c{dim}"], index = index % output.shape[dim], index // output.shape[dim]
+    return values
+
+
 def rows_of(loops: Loops) -> Rows | None:
     """The rows of a result: elements that share their reductions.
 
     Rows are adjacent in memory (`Rows.inner`) where reductions depend on the innermost dimensions. The exception is
-    rows of one element each whose reductions read contiguous memory. None if a row would have to be reduced for each
-    element of another row.
+    rows of one element each whose reductions read contiguous memory. Where reductions depend on the outermost
+    dimension and on some between others, rows are mixed. None if a row would have to be reduced for each element of
+    another row.
     """
     needed: set[str] = set()
     for row in loops.reductions:
@@ -780,6 +792,10 @@ def rows_of(loops: Loops) -> Rows | None:
     is_needed = [f"c{dim}" in needed for dim in order]
     count = max((place + 1 for place, is_one in enumerate(is_needed) if is_one), default=0)
     plain = Rows(tuple(order[:count]), tuple(order[count:]))
+    if count < len(order) and is_needed[0] and not all(is_needed[:count]):
+        outer, along = (tuple(dim for dim, is_one in zip(order, is_needed, strict=True) if is_one is wanted)
+                        for wanted in (True, False))  # fmt: skip
+        return Rows(outer, along, are_mixed=True)
     if count < len(order) or not order:
         return plain
     begin = next((len(order) - place for place, is_one in enumerate(reversed(is_needed)) if not is_one), 0)
@@ -790,7 +806,36 @@ def rows_of(loops: Loops) -> Rows | None:
     return beside
 
 
-def divided(loops: Loops) -> Loops:
+def as_rows(loops: Loops) -> Loops:
+    """The same loops as they are computed row by row: reductions go along memory, and groups are rows."""
+    if not loops.reductions:
+        return loops
+    return _divided(dataclasses.replace(loops, leaves=tuple(map(_along_memory, loops.leaves))))
+
+
+def _along_memory(leaf: Leaf) -> Leaf:
+    """The leaf, but reductions are taken in an order in which they read contiguous memory, or longer runs of it.
+
+    The order is that of two digits of the element's number, turned round: pixels and then channels, or the reverse.
+    """
+    if not isinstance(leaf, Reduced):
+        return leaf
+    over, leaves = leaf.over, tuple(map(_along_memory, leaf.leaves))
+    number = variable(over.name, over.size)
+
+    def run(leaves: Sequence[Leaf]) -> int:
+        reads = (one for one in leaves if isinstance(one, Read) and one.index.depends_on(over.name))
+        return min((contiguous(one.index, over.name, over.size) for one in reads), default=over.size)
+
+    atoms = {atom for one in leaves if isinstance(one, Read) for atom in one.index.atoms()}
+    divisors = {atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of == number}
+    for count in sorted(over.size // by for by in divisors if over.size % by == 0):
+        turned = {over.name: number % count * (over.size // count) + number // count}
+        leaves = max(leaves, tuple(substituted(one, turned) for one in leaves), key=run)
+    return Reduced(leaf.op, over, leaf.expression, leaves)
+
+
+def _divided(loops: Loops) -> Loops:
     """The same loops with a dimension divided in two wherever reductions depend on its quotient alone (groups).
 
     So all elements of a group are in one row. A dimension stays whole if that would make more work.
@@ -819,7 +864,7 @@ def divided(loops: Loops) -> Loops:
         into = None if loops.into is None else Into(loops.into.target, loops.into.place.substituted(values))
         found = Loops(in_two(output), loops.expression, leaves, also, into)
         if _work_by_rows(found) <= _work_by_rows(loops):
-            return divided(found)
+            return _divided(found)
     return loops
 
 
@@ -832,16 +877,58 @@ def _reads_beside(loops: Loops, rows: Rows) -> bool:
         for leaf in row.leaves:
             if not isinstance(leaf, Read) or not leaf.index.depends_on(row.over.name):
                 continue
-            is_beside = not (leaf.index - variable(name, size)).depends_on(name)
+            run, nbytes = contiguous(leaf.index, name, size), leaf.dtype.itemsize
+            is_beside = run == size or (rows.are_mixed and run * nbytes >= RUN_OF_ROW)
             is_small = leaf.index.range[1] < _work_by_rows(loops, rows) // SMALL
-            if not (is_small or (is_beside and size * leaf.dtype.itemsize >= (SECTOR if rows.inner else 1))):
+            if not (is_small or (is_beside and size * nbytes >= (SECTOR if rows.inner else 1))):
                 return False
-    return True
+    return not rows.are_mixed or _results_read_beside(loops, rows)
+
+
+def _results_read_beside(loops: Loops, rows: Rows) -> bool:
+    """Whether the elements of mixed rows are computed from runs of memory, and written to runs."""
+    large = _work_by_rows(loops, rows) // SMALL
+    reads = [leaf for leaf in loops.leaves if isinstance(leaf, Read) and leaf.index.range[1] >= large]
+    return all(run * nbytes >= RUN_OF_ROW for run, nbytes in _runs_along(loops, rows, reads))
+
+
+def _runs_along(loops: Loops, rows: Rows, reads: Iterable[Read]) -> Iterator[tuple[int, int]]:
+    """(consecutive elements that are contiguous, bytes of an element) along a row: of the result, and of `reads`."""
+    output, (_, length, _) = loops.output, rows.sizes(loops.output.shape)
+    along = digits_of(variable("along", length), rows.along, output)
+    place = dot((along.get(f"c{dim}", Index()) for dim in range(len(output.shape))), output.strides)
+    for index, dtype in ((place, output.dtype), *((read.index.substituted(along), read.dtype) for read in reads)):
+        yield contiguous(index, "along", length), dtype.itemsize
+
+
+def run_of(loops: Loops, rows: Rows) -> int:
+    """How many elements of a row are contiguous, in its result and in what its reductions read."""
+    if not rows.are_mixed:
+        return rows.sizes(loops.output.shape)[1]
+    runs = [run for run, _ in _runs_along(loops, rows, ())]
+    for row in loops.reductions:
+        reads = (leaf for leaf in row.leaves if isinstance(leaf, Read) and leaf.index.depends_on(row.over.name))
+        runs += [contiguous(read.index, row.over.name, row.over.size) for read in reads]
+    return math.gcd(*runs)
+
+
+def contiguous(index: Index, name: str, size: int) -> int:
+    """How many consecutive elements along a variable are contiguous in memory: the length of each such run.
+
+    Args:
+        size: the variable's.
+    """
+    if not (index - variable(name, size)).depends_on(name):
+        return size
+    run = math.gcd(size, *(atom.by for atom in index.atoms() if isinstance(atom, Quotient | Remainder)
+                           and atom.of.depends_on(name)))  # fmt: skip
+    in_run = index.substituted({name: variable("run", size // run) * run + variable("lane", run)})
+    return 1 if (in_run - variable("lane", run)).depends_on("lane") else run
 
 
 def work_of(loops: Loops) -> int:
     """How many elements are computed, those of reductions included. LARGEST**2 if this cannot be done row by row."""
-    return _work_by_rows(divided(loops))
+    return _work_by_rows(as_rows(loops))
 
 
 def _work_by_rows(loops: Loops, rows: Rows | None = None) -> int:
@@ -867,7 +954,7 @@ def rows_pay(loops: Loops) -> bool:
 
     True for loops without reductions.
     """
-    loops = divided(loops)
+    loops = as_rows(loops)
     rows = rows_of(loops)
     if not loops.reductions or rows is None:
         return not loops.reductions
@@ -880,6 +967,9 @@ def rows_pay(loops: Loops) -> bool:
 
 SECTOR: Final = 32
 """Bytes of a sector, the unit in which a GPU reads memory."""
+RUN_OF_ROW: Final = SECTOR // 2
+"""Bytes. The least length of the runs of a row, if its elements are not contiguous: the rest of a sector is read for
+another row, at about the same time."""
 FEW_ROWS: Final = 256
 """The least number of rows that are adjacent in memory with enough threads for long rows."""
 LONG_ROW: Final = 4096

@@ -159,6 +159,8 @@ _FAST_PATHS: Final[Mapping[Any, Sequence[int]]] = {
     _aten._native_multi_head_attention.default: (9,),  # mask
 }
 """torch's operators for a whole module, and the positions of the arguments with which they compute something else."""
+_OWN: Final = ("aten", "fxfuse")
+"""The namespaces of operators that keep no result."""
 _INDEXED: Final = (_aten.index, _aten.index_put, _aten.index_put_)
 """Operators whose second argument is a list of index tensors, which may lie on a CPU."""
 _FILLED: Final = {
@@ -747,7 +749,7 @@ class Recorder:
                 name = self._name()
                 made_of = [] if new is not None else values_in((args, kwargs))
                 slot = self._slot("made", name, tensor, made_of)
-                slot.is_own = operation.overload.namespace == "aten"  # others may return what they have returned before
+                slot.is_own = operation.overload.namespace in _OWN  # others may return what they have returned before
                 self._owners[key] = Owner.of(slot, tensor)
                 known[id(tensor)] = self._value(tensor, name)
             return self._known(tensor, known)

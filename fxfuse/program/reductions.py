@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+import fxfuse.group_norms  # noqa: F401 - defines an operator that is a key below
 from fxfuse.expression import Call, Const, Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Index, variable
@@ -268,4 +269,4 @@ REDUCTIONS: Final[Mapping[Any, Rule]] = {
         "_batch_norm_no_update": _batch_norm,
     }.items()
     if hasattr(_aten, name)
-}  # fmt: skip
+} | {torch.ops.fxfuse.group_norm_in_channels_last: _group_norm}  # fmt: skip

@@ -102,14 +102,6 @@ class Held:
         return "turn" if self.turns_over(runs) == self.turns else f"turn < {self.turns} ? turn : {self.turns - 1}"
 
 
-def digits_of(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
-    """The coordinates of an element along `dims`, from its number among the elements of these dimensions."""
-    values = {}
-    for dim in reversed(dims):
-        values[f"c{dim}"], index = index % output.shape[dim], index // output.shape[dim]
-    return values
-
-
 # ------------------------------------------------------------------------------------------------ dimensions
 
 
