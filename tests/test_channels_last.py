@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
+from helpers import ON_GPU, OPCHECK, Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
 from test_training import made, step_of
 from torch import nn
 
@@ -115,7 +115,15 @@ def normalised_pixels(m, x):
     return x, mean
 
 
+def of_length_one(m, x):
+    """The RMSNorm of denoising-diffusion-pytorch."""
+    for layer in m.layers:
+        x = F.silu(F.normalize(layer(x), dim=1) * m.scale.view(1, -1, 1, 1) * 8**0.5)
+    return x
+
+
 MODELS = {
+    "of length one": Net(of_length_one, layers=convolutions(3, 8, 8, 8, 8), scale=nn.Parameter(torch.rand(8))),
     "normalised pixels": Net(normalised_pixels, layers=convolutions(3, 8, 8, 8, 8), scale=nn.Parameter(torch.rand(8))),
     "normalised": Net(normalised, layers=convolutions(3, 8, 8, 8, 8), norm=NormOfItsOwn(8)),
     "dropping nothing": Net(dropping_nothing, layers=convolutions(3, 8, 8, 8, 8)),
@@ -566,6 +574,17 @@ def test_group_norms_that_stay_as_they_are(body):
     assert not any(node.target is group_norms.group_norm for node in fast.graph.nodes)
     with torch.no_grad():
         assert_as_eager(model, fast, randn(2, 8, 9, 10))
+
+
+@OPCHECK
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_operator_for_group_norms_is_one_in_good_standing(layout):
+    x, weight = randn(2, 16, 5, 6).contiguous(memory_format=layout), randn(16)
+    arguments = (x, 2, weight, None, 1e-5)
+    torch.library.opcheck(torch.ops.fxfuse.group_norm_in_channels_last.default, arguments)
+    made = torch.ops.fxfuse.group_norm_in_channels_last(*arguments)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(made, F.group_norm(x, 2, weight))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])

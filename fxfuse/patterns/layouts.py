@@ -99,7 +99,8 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
     """The role of `node`; None if its inputs must have the layout that eager gives them."""
     if node.op == "call_module":
         return _of_module(root, node, root.get_submodule(str(node.target)))
-    if node.op not in ("call_function", "call_method") or "out" in node.kwargs or "memory_format" in node.kwargs:
+    given = {name for name in ("out", "memory_format") if node.kwargs.get(name) is not None}
+    if node.op not in ("call_function", "call_method") or given:
         return None
     if is_nothing(root, node):
         return Role(tuple(node.all_input_nodes[:1]), is_alias=True)
@@ -254,6 +255,8 @@ def _of_library(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
         return Role(first, grows=_area(scale or 2)) if (_argument(node, 3, "mode") or "nearest") in _MODES else None
     if target in _ENLARGING:
         return Role(first, grows=_area(_argument(node, _ENLARGING[target], "scale_factors") or 2))
+    if target is F.normalize and _is(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 1), 1, -3):
+        return Role(first)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REDUCTIONS and any(reduces_pictures(node, dimensions, keep=True) for dimensions in FORMATS):
         return Role(first, grows=_FEW_PIXELS)
