@@ -11,8 +11,11 @@ from test_loops import checked, device, pictures, texts  # noqa: F401
 import fxfuse
 from fxfuse import long_rows
 from fxfuse.cuda import row_threads
+from fxfuse.layout import contiguous_strides
+from fxfuse.program import loops, operators
 from fxfuse.program.observed import Operators
 from fxfuse.program.reductions import LONGEST
+from fxfuse.program.values import Slot, Value
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = {
@@ -122,6 +125,31 @@ def test_groups_of_channels_that_come_last_are_mixed_rows(groups, channels, devi
     (text,) = (text for text in texts if "across_threads" in text)
     vector = min(4, channels // groups & -(channels // groups))
     assert text.count("p.memory[0]") == 1 and (vector == 1 or f"Adjacent<float, {vector}, {4 * vector}>" in text)
+
+
+@pytest.mark.parametrize(
+    ("dims", "strides", "run"),
+    [
+        ((1, 2), (96, 12, 1), 96),
+        ((1, 2), (96, 1, 8), 96),  # transposed
+        ((1, 2), (192, 1, 16), 8),  # transposed, and a part of something larger
+        ((0, 2), (96, 12, 1), 12),  # rows of several pieces
+        ((0, 1, 2), (1, 3, 24), 288),
+    ],
+)
+def test_reductions_go_along_memory(dims, strides, run):
+    """Of 3 x 8 x 12 elements, over some dimensions: how many consecutive ones are read from contiguous memory."""
+    x = value("x", (3, 8, 12), strides)
+    left = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
+    result = value("y", left, contiguous_strides(left))
+    made = operators.loops_of(torch.ops.aten.var.correction, (x, list(dims)), {}, result)
+    for row in loops.as_rows(made).reductions:
+        (read,) = (leaf for leaf in row.leaves if isinstance(leaf, loops.Read))
+        assert loops.contiguous(read.index, row.over.name, row.over.size) == run
+
+
+def value(name, shape, strides):
+    return Value(Slot("memory", name, shape, strides, torch.float32, 1 << 20), 0, shape, strides, torch.float32, name)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -814,25 +815,47 @@ def as_rows(loops: Loops) -> Loops:
 
 
 def _along_memory(leaf: Leaf) -> Leaf:
-    """The leaf, but reductions are taken in an order in which they read contiguous memory, or longer runs of it.
-
-    The order is that of two digits of the element's number, turned round: pixels and then channels, or the reverse.
-    """
+    """The leaf, but reductions are taken in an order in which they read contiguous memory, or longer runs of it."""
     if not isinstance(leaf, Reduced):
         return leaf
     over, leaves = leaf.over, tuple(map(_along_memory, leaf.leaves))
-    number = variable(over.name, over.size)
+    reads = [one for one in leaves if isinstance(one, Read) and one.index.depends_on(over.name)]
 
-    def run(leaves: Sequence[Leaf]) -> int:
-        reads = (one for one in leaves if isinstance(one, Read) and one.index.depends_on(over.name))
-        return min((contiguous(one.index, over.name, over.size) for one in reads), default=over.size)
+    def run(values: Mapping[str, Index]) -> int:
+        indices = (read.index.substituted(values) for read in reads)
+        return min((contiguous(index, over.name, over.size) for index in indices), default=over.size)
 
-    atoms = {atom for one in leaves if isinstance(one, Read) for atom in one.index.atoms()}
-    divisors = {atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of == number}
-    for count in sorted(over.size // by for by in divisors if over.size % by == 0):
-        turned = {over.name: number % count * (over.size // count) + number // count}
-        leaves = max(leaves, tuple(substituted(one, turned) for one in leaves), key=run)
-    return Reduced(leaf.op, over, leaf.expression, leaves)
+    orders: list[Mapping[str, Index]] = [{}]
+    if run({}) < over.size:
+        orders += [{over.name: turned} for read in reads if (turned := _in_order_of(read.index, over)) is not None]
+    values = max(orders, key=run)
+    return Reduced(leaf.op, over, leaf.expression, tuple(substituted(one, values) for one in leaves))
+
+
+def _in_order_of(index: Index, over: Variable) -> Index | None:
+    """The numbers of a variable's values in the order in which `index` lies in memory; None if there is none.
+
+    A number has digits, of different bases, which the index divides it into. They are ordered by their strides.
+    """
+    number, bounds = variable(over.name, over.size), {1, over.size}
+    for atom in index.atoms():
+        if isinstance(atom, Quotient | Remainder):
+            within, *others = (inner for inner, _ in atom.of.terms)
+            if atom.of == number:
+                bounds.add(atom.by)
+            elif isinstance(within, Quotient) and within.of == number and not others:
+                bounds.add(within.by * atom.by)
+    places = sorted(bound for bound in bounds if bound <= over.size)
+    if any(after % before for before, after in itertools.pairwise(places)):
+        return None
+    digits = []
+    for place, after in itertools.pairwise(places):
+        step = index.substituted({over.name: Index() + place}) - index.substituted({over.name: Index()})
+        digits.append((abs(step.constant), place, after // place))
+    along, turned = number, Index()
+    for _, place, base in sorted(digits):
+        turned, along = turned + along % base * place, along // base
+    return turned
 
 
 def _divided(loops: Loops) -> Loops:
