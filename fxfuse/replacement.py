@@ -127,8 +127,12 @@ _TRAINING: Final = {"batch_norm": 5, **dict.fromkeys(("dropout", "feature_dropou
 
 
 def _computes_as_in_training(node: fx.Node) -> bool:
-    place = _TRAINING.get(name_of(node).removesuffix("_"))
-    return place is not None and len(node.args) > place and node.args[place] is True
+    """Whether a node drops something, or updates running statistics. Weights are standardised without these."""
+    name = name_of(node).removesuffix("_")
+    place = _TRAINING.get(name)
+    if place is None or len(node.args) <= place or (name == "batch_norm" and node.args[3] is None):
+        return False
+    return node.args[place] is True
 
 
 def is_disabled() -> bool:

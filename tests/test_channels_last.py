@@ -619,20 +619,42 @@ def split_and_enlarged(m, x):
     return x
 
 
+def normalised_in_groups(m, x):
+    """What comes of an operator that torch.export does not take apart is overwritten."""
+    for layer in m.layers:
+        x = F.relu(F.group_norm(layer(x), 2, m.scale), inplace=True)
+    return x
+
+
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("body", [chain, split_and_enlarged])
+@pytest.mark.parametrize("body", [chain, split_and_enlarged, normalised_in_groups])
 def test_exported_programs_work_in_channels_last(body, gradients):
     """Whether gradients are wanted is not known when a program is optimised, so operators in training mode decide."""
-    model = Net(body, layers=convolutions(3, 8, 8, 8, 8), halves=convolutions(4, 4, 4)).eval()
+    layers = convolutions(3, 8, 8, 8, 8)
+    model = Net(body, layers=layers, halves=convolutions(4, 4, 4), scale=nn.Parameter(torch.randn(8))).eval()
     x = randn(2, 3, 9, 9)
     with torch.set_grad_enabled(gradients):
         fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
     assert_as_eager(model, fast, x)
     layouts = state_of(fast).layouts
-    assert (layouts.convolutions, len(layouts.conversions)) == ((4, 2) if body is chain else (8, 2))
+    assert (layouts.convolutions, len(layouts.conversions)) == ((8, 2) if body is split_and_enlarged else (4, 2))
 
 
-def test_exported_programs_that_train_stay_as_they_are():
-    model, x = Net(lambda m, x: F.dropout(chain(m, x), training=True), layers=convolutions(3, 8, 8)), randn(2, 3, 9, 9)
-    fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
-    assert state_of(fast).layouts == channels_last.Layouts()
+@pytest.mark.parametrize(
+    ("body", "trains"),
+    [
+        (lambda m, x: F.dropout(chain(m, x), training=True), True),
+        (lambda m, x: F.batch_norm(chain(m, x), m.mean, m.var, training=True), True),
+        (
+            lambda m, x: chain(m, x) + F.batch_norm(m.mean.view(1, 4, 2), None, None, training=True).view(1, 8, 1, 1),
+            False,
+        ),
+    ],
+    ids=["dropout", "running statistics", "standardised"],
+)
+def test_exported_programs_that_train_stay_as_they_are(body, trains):
+    model = Net(body, layers=convolutions(3, 8, 8, 8, 8)).eval()
+    model.register_buffer("mean", torch.randn(8))
+    model.register_buffer("var", torch.ones(8))
+    fast = fxfuse.optimize(torch.export.export(model, (randn(2, 3, 9, 9),)).module())
+    assert state_of(fast).layouts.convolutions == (0 if trains else 4)

@@ -37,6 +37,12 @@ _FRESH_NAMES: Final = frozenset(
      "interpolate", "pad", "scaled_dot_product_attention"}
 )  # fmt: skip
 """Names of torch's functions and methods that always make a new tensor."""
+_FRESH_COMPOSITES: Final = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+                 "matmul", "batch_norm", "layer_norm", "group_norm", "max_pool2d", "adaptive_avg_pool2d")
+)  # fmt: skip
+"""Composite operators of torch.export's graphs that always make a new tensor."""
 _IN_PLACE_FUNCTIONS: Final = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.ifloordiv, operator.imod,
      operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem}
@@ -218,4 +224,5 @@ class Mutations:
 def _returns_fresh(operator: torch._ops.OpOverload) -> bool:
     """Whether an operator's schema says that its results are no views. Composite operators' schemas do not say it."""
     composite = operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return not composite and all(result.alias_info is None for result in operator._schema.returns)
+    may_view = composite and operator.overloadpacket not in _FRESH_COMPOSITES
+    return not may_view and all(result.alias_info is None for result in operator._schema.returns)
