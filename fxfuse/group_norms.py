@@ -21,15 +21,15 @@ LIBRARY.define(
 )
 
 
-def _in_channels_last(
+def in_channels_last(
     x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """The group norm of x, images (batch, channels, height, width) or volumes, in channels_last."""
     return F.group_norm(x, groups, weight, bias, eps).contiguous(memory_format=FORMATS[x.dim()])
 
 
-LIBRARY.impl("group_norm_in_channels_last", _in_channels_last, "CompositeExplicitAutograd")
-register_fake("fxfuse::group_norm_in_channels_last", _in_channels_last, lib=LIBRARY)
+LIBRARY.impl("group_norm_in_channels_last", in_channels_last, "CompositeExplicitAutograd")
+register_fake("fxfuse::group_norm_in_channels_last", in_channels_last, lib=LIBRARY)
 
 
 def group_norm(

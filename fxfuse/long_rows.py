@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from fxfuse.group_norms import in_channels_last
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.reductions import LONGEST
 
@@ -180,6 +181,12 @@ def _group_norm(
     return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
+def _group_norm_in_channels_last(x: torch.Tensor, groups: int, *args: Any) -> Any:
+    """By torch's group norm of a contiguous copy, of which the parts of rows are in one piece."""
+    is_long = x.numel() > x.shape[0] * groups * LONGEST
+    return in_channels_last(x.contiguous(), groups, *args) if is_long else NotImplemented
+
+
 def _of_channel(x: torch.Tensor, *_: Any) -> int:
     """The number of elements of a channel of an image."""
     return x.numel() // x.shape[1]
@@ -283,6 +290,7 @@ LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.native_group_norm.default: _if_long(
         _group_norm, lambda x, weight, bias, images, channels, pixels, groups, eps: channels // groups * pixels
     ),
+    torch.ops.fxfuse.group_norm_in_channels_last.default: _group_norm_in_channels_last,
     _aten.native_batch_norm.default: _if_long(_batch_norm, _of_channel),
     _aten.cudnn_batch_norm.default: _if_long(_cudnn_batch_norm, _of_channel),
 }

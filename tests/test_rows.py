@@ -127,6 +127,15 @@ def test_groups_of_channels_that_come_last_are_mixed_rows(groups, channels, devi
     assert text.count("p.memory[0]") == 1 and (vector == 1 or f"Adjacent<float, {vector}, {4 * vector}>" in text)
 
 
+def test_long_groups_of_channels_that_come_last_are_cut_into_parts(device):  # noqa: F811
+    def forward(m, x):
+        return F.silu(torch.ops.fxfuse.group_norm_in_channels_last(pictures(x), 2, m.weight, None, 1e-5)) + 1
+
+    for height in (LONGEST // 256, LONGEST // 128):  # rows that are as long as may be, and longer ones
+        made = checked(Net(forward, weight=torch.randn(8)), device, 2, height, 64, 8, exact=False)
+        assert not made.calls and (made.launches == 1) == (height == LONGEST // 256), made.code
+
+
 @pytest.mark.parametrize(
     ("dims", "strides", "run"),
     [
