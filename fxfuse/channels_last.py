@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 
 from fxfuse.group_norms import group_norm
 from fxfuse.layout import FORMATS, contiguous_strides
@@ -107,6 +108,8 @@ def plain(
     """
     if torch.compiler.is_compiling():  # a compiler assigns layouts by itself
         return False
+    if _is_transformed():
+        return False
     proxy = _proxy_among((*values, *parameters, *others))
     if proxy is not None:  # the optimised model is being traced
         kwargs = {"least": least} if least else {}
@@ -117,6 +120,12 @@ def plain(
         and all(_is_plain(value) for value in values)
         and _are_contiguous(tuple(map(_shape, parameters)), tuple(map(_stride, parameters)))
     )
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode derivatives are active. Inside vmap no tensor says whether it is in
+    channels_last, and torch's derivatives of group norms want contiguous ones."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxfuse.functional import LIBRARY, current_autocast, register_fake
+from fxfuse import functional
+from fxfuse.cuda import gpu
+from fxfuse.functional import LIBRARY, register_fake
 from fxfuse.layout import FORMATS
 
 LIBRARY.define(
@@ -41,19 +43,28 @@ def group_norm(
         return x.tracer.create_proxy("call_function", group_norm, args, {})
     if not wanted or x.dim() not in FORMATS:
         return F.group_norm(x, groups, weight, bias, eps)
-    if not _runs_on_gpu(x) or _is_differentiated(x, weight, bias) or current_autocast(x.device.type) is not None:
-        return F.group_norm(x, groups, weight, bias, eps).contiguous(memory_format=FORMATS[x.dim()])
-    return _called(x, groups, weight, bias, eps)
+    takes = in_channels_last if _needs_torchs(x, weight, bias) else _operator
+    return takes(x, groups, weight, bias, eps)
 
 
-def _runs_on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
-
-
-def _called(*args: Any) -> torch.Tensor:
+def _operator(*args: Any) -> torch.Tensor:
     found: torch.Tensor = torch.ops.fxfuse.group_norm_in_channels_last(*args)
     return found
 
 
-def _is_differentiated(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _needs_torchs(*tensors: torch.Tensor | None) -> bool:
+    """Whether torch's own operators must compute a call: elsewhere than on a GPU, with derivatives, under autocast, and
+    for distributed tensors and the like."""
+    x, given = tensors[0], [tensor for tensor in tensors if tensor is not None]
+    return (
+        x is None
+        or not _runs_on_gpu(x)
+        or functional._needs_gradient(given)
+        or functional._observed(profiled=False)
+        or functional.current_autocast(x.device.type) is not None
+        or (gpu.standing_in() is None and any(map(functional._knows_torch_only, given)))
+    )
+
+
+def _runs_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import ON_GPU, OPCHECK, Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
 from test_training import made, step_of
 from torch import nn
+from torch.autograd import forward_ad
 
 import fxfuse
 from fxfuse import channels_last, functional, group_norms
@@ -540,10 +541,9 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_group_norms_keep_channels_last(on_gpu, gradients, monkeypatch):
     """Also on a GPU, where torch's makes contiguous results of them; with gradients by torch's operators."""
-    asked = group_norms.in_channels_last
-    calls = []
+    calls, operator = [], group_norms._operator
     monkeypatch.setattr(group_norms, "_runs_on_gpu", lambda x: on_gpu)
-    monkeypatch.setattr(group_norms, "_called", lambda *args: calls.append(args) or asked(*args))
+    monkeypatch.setattr(group_norms, "_operator", lambda *args: calls.append(args) or operator(*args))
     model, x = Grouped().eval(), randn(2, 3, 9, 10)
     fast = fxfuse.optimize(copy.deepcopy(model))
     assert borders(fast) == (1, 1) and state_of(fast).layouts.convolutions == 7
@@ -558,6 +558,38 @@ def test_group_norms_keep_channels_last(on_gpu, gradients, monkeypatch):
                       for one, net in ((result, fast), (expected, model))]  # fmt: skip
             torch.testing.assert_close(*wanted, rtol=1e-4, atol=1e-4)
     assert bool(calls) == (on_gpu and not gradients)
+
+
+def test_convolutions_run_inside_of_vmap():
+    """Where no tensor says whether it is in channels_last. Also with weights of several models."""
+    model, x = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval(), randn(3, 2, 3, 9, 10)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    assert borders(fast) == (1, 1)
+    with torch.no_grad():
+        actual, expected = (torch.vmap(net)(x) for net in (fast, model))
+        torch.testing.assert_close(actual, expected)
+        stacked = {name: torch.stack([value, value * 2]) for name, value in model.named_parameters()}
+        several = [torch.vmap(lambda weights, net=net: torch.func.functional_call(net, weights, (x[0],)))(stacked)
+                   for net in (fast, model)]  # fmt: skip
+        torch.testing.assert_close(*several)
+
+
+def test_transformations_go_through_group_norms_by_torchs_operators(monkeypatch):
+    monkeypatch.setattr(group_norms, "_runs_on_gpu", lambda x: True)
+    model, x = Grouped().eval().requires_grad_(False), randn(3, 2, 3, 9, 10)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    assert borders(fast) == (1, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(group_norms, "_operator", lambda *_: pytest.fail("torch knows no derivative of it"))
+        with torch.no_grad():
+            torch.testing.assert_close(torch.vmap(fast)(x), torch.vmap(model)(x))
+        torch.testing.assert_close(*(torch.func.jvp(net, (x[0],), (x[1],)) for net in (fast, model)))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x[0], x[1])
+            torch.testing.assert_close(*(forward_ad.unpack_dual(net(dual)).tangent for net in (fast, model)))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert fast(x[0]).dtype == model(x[0]).dtype
 
 
 @pytest.mark.parametrize(
