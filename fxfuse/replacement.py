@@ -122,7 +122,10 @@ def _trains(root: nn.Module, graph: fx.Graph) -> bool:
     return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
 
 
-_TRAINING: Final = {"batch_norm": 5, **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), 2)}
+_TRAINING: Final = {
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "_native_batch_norm_legit_functional"), 5),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "native_dropout"), 2),
+}
 """By name of an operator of torch's: the argument that tells whether it computes as in training."""
 
 
@@ -130,7 +133,7 @@ def _computes_as_in_training(node: fx.Node) -> bool:
     """Whether a node drops something, or updates running statistics. Weights are standardised without these."""
     name = name_of(node).removesuffix("_")
     place = _TRAINING.get(name)
-    if place is None or len(node.args) <= place or (name == "batch_norm" and node.args[3] is None):
+    if place is None or len(node.args) <= place or ("batch_norm" in name and node.args[3] is None):
         return False
     return node.args[place] is True
 

@@ -664,8 +664,12 @@ def test_exported_programs_work_in_channels_last(body, gradients):
     layers = convolutions(3, 8, 8, 8, 8)
     model = Net(body, layers=layers, halves=convolutions(4, 4, 4), scale=nn.Parameter(torch.randn(8))).eval()
     x = randn(2, 3, 9, 9)
+    exported = torch.export.export(model, (x,)).module()
+    targets = {str(node.target) for node in exported.graph.nodes}
+    if body is not chain and not targets & {"aten.upsample_bilinear2d.vec", "aten.group_norm.default"}:
+        pytest.skip(f"torch {torch.__version__} exports these operations as others")
     with torch.set_grad_enabled(gradients):
-        fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
+        fast = fxfuse.optimize(exported)
     assert_as_eager(model, fast, x)
     layouts = state_of(fast).layouts
     assert (layouts.convolutions, len(layouts.conversions)) == ((8, 2) if body is split_and_enlarged else (4, 2))
