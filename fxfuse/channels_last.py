@@ -44,6 +44,7 @@ from fxfuse.patterns.layouts import (
     role_of,
     stays_contiguous,
 )
+from fxfuse.patterns.library import as_function, find_library
 from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.values import is_tensor
 
@@ -499,18 +500,13 @@ class _Conversions:
         """Lets a group norm give its result in channels_last, which torch's does not on a GPU."""
         flag = self._flag(node)
         if node.op == "call_module":
-            module, path = self._known.root.get_submodule(str(node.target)), str(node.target)
-            assert isinstance(module, nn.GroupNorm)
-            with self._graph.inserting_before(node):
-                weight, bias = (None if getattr(module, name) is None else self._graph.get_attr(f"{path}.{name}")
-                                for name in ("weight", "bias"))  # fmt: skip
-            given: tuple[Any, ...] = (node.args[0], module.num_groups, weight, bias, module.eps)
-        else:
-            names = (("input", None), ("num_groups", None), ("weight", None), ("bias", None), ("eps", 1e-5))
-            given = tuple(node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
-                          for place, (name, default) in enumerate(names))  # fmt: skip
-        node.op, node.target = "call_function", group_norm
-        node.args, node.kwargs = (*given, flag), {}
+            library = find_library(self._known.root, node)
+            assert library is not None, "a group norm without hooks, else it would have no role"
+            node = as_function(self._graph, node, library)
+        names = (("input", None), ("num_groups", None), ("weight", None), ("bias", None), ("eps", 1e-5))
+        given = [node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+                 for place, (name, default) in enumerate(names)]  # fmt: skip
+        node.target, node.args, node.kwargs = group_norm, (*given, flag), {}
 
     def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:
         """The conversion of `value` for `reader`. Readers share it, unless the value is overwritten in between."""

@@ -16,12 +16,12 @@ from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
 from fxfuse.patterns.anchors import Source, noted
-from fxfuse.patterns.layouts import name_of
-from fxfuse.patterns.library import LibraryCall
+from fxfuse.patterns.library import as_function
 from fxfuse.patterns.masks import leave_out_masks
 from fxfuse.patterns.numbers import put_sizes_in
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
+from fxfuse.program.observed import trains
 
 
 @dataclass(frozen=True)
@@ -117,25 +117,10 @@ def _trains(root: nn.Module, graph: fx.Graph) -> bool:
     if not isinstance(root, fx.GraphModule) or not given:
         return root.training
     if "val" in given[0].meta:  # torch.export's
-        return any(map(_computes_as_in_training, graph.nodes))
+        called = (node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+        return any(trains(node.target, node.args, node.kwargs) for node in called)
     tensors = [*map(noted, given), *root.parameters()]  # which Dynamo makes arguments since torch 2.5
     return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
-
-
-_TRAINING: Final = {
-    **dict.fromkeys(("batch_norm", "native_batch_norm", "_native_batch_norm_legit_functional"), 5),
-    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "native_dropout"), 2),
-}
-"""By name of an operator of torch's: the argument that tells whether it computes as in training."""
-
-
-def _computes_as_in_training(node: fx.Node) -> bool:
-    """Whether a node drops something, or updates running statistics. Weights are standardised without these."""
-    name = name_of(node).removesuffix("_")
-    place = _TRAINING.get(name)
-    if place is None or len(node.args) <= place or ("batch_norm" in name and node.args[3] is None):
-        return False
-    return node.args[place] is True
 
 
 def is_disabled() -> bool:
@@ -156,7 +141,7 @@ def _replace(
     if region.library is not None:
         nodes = nodes[1:]
         if region.library.function is not None:
-            replaced[region.nodes[0]] = _as_function(graph, region.nodes[0], region.library)
+            replaced[region.nodes[0]] = as_function(graph, region.nodes[0], region.library)
 
     def fetch(source: Source | None) -> fx.Node | None:
         if isinstance(source, Attribute):
@@ -192,19 +177,3 @@ def _replace(
         if not attribute.users:
             graph.erase_node(attribute)
     return fused
-
-
-def _as_function(graph: fx.Graph, module: fx.Node, library: LibraryCall) -> fx.Node:
-    """Replaces a module's call by a function's, so that nobody but the graph has the result."""
-    assert library.function is not None
-    with graph.inserting_before(module):
-        arguments = {
-            name: graph.get_attr(value.path) if isinstance(value, Attribute) else value
-            for name, value in library.arguments.items()
-        }
-        x, name = module.all_input_nodes[0], f"{module.name}_{library.name}"
-        call = graph.create_node("call_function", library.function, (x,), arguments, name=name)
-    call.meta = dict(module.meta)
-    module.replace_all_uses_with(call)
-    graph.erase_node(module)
-    return call

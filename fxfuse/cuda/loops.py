@@ -28,7 +28,7 @@ from fxfuse.cuda.codegen import MOVED_TYPES, functions
 from fxfuse.cuda.row_threads import ALONG
 from fxfuse.expression import Call, Expr, Operand
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.indices import Index, Variable, dot, variable
+from fxfuse.program.indices import Index, Variable, variable
 from fxfuse.program.loops import (
     SECTOR,
     Leaf,
@@ -393,7 +393,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
     functions_ += _others(loops, width, arguments, text)
     index = (number // inner) * (length * inner) + at[ALONG] * inner + number % inner
     if rows.are_mixed:
-        index = dot((values[f"c{dim}"] for dim in range(len(output.shape))), output.strides).substituted(at)
+        index = (loops.place() - output.offset // output.dtype.itemsize).substituted(values).substituted(at)
     index = index - variable(LANE, width)
     inside = "" if held is None else "if (inside) "
     if staged is not None and staged.results:

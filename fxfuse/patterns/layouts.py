@@ -255,8 +255,9 @@ def _of_library(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
         return Role(first, grows=_area(scale or 2)) if (_argument(node, 3, "mode") or "nearest") in _MODES else None
     if target in _ENLARGING:
         return Role(first, grows=_area(_argument(node, _ENLARGING[target], "scale_factors") or 2))
-    if target is F.normalize and _is(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 1), 1, -3):
-        return Role(first)
+    if target is F.normalize:
+        dim = _argument(node, 2, "dim")
+        return Role(first) if dim is None or _is(dim, 1, -3) else None
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REDUCTIONS and any(reduces_pictures(node, dimensions, keep=True) for dimensions in FORMATS):
         return Role(first, grows=_FEW_PIXELS)

@@ -117,3 +117,19 @@ def _module_call(node: fx.Node, module: nn.Module) -> LibraryCall | None:
         for name, value in values.items()
     }
     return LibraryCall(row.name, True, row.functions[0], arguments)
+
+
+def as_function(graph: fx.Graph, module: fx.Node, library: LibraryCall) -> fx.Node:
+    """Replaces a module's call by a function's, so that nobody but the graph has the result."""
+    assert library.function is not None
+    with graph.inserting_before(module):
+        arguments = {
+            name: graph.get_attr(value.path) if isinstance(value, Attribute) else value
+            for name, value in library.arguments.items()
+        }
+        x, name = module.all_input_nodes[0], f"{module.name}_{library.name}"
+        call = graph.create_node("call_function", library.function, (x,), arguments, name=name)
+    call.meta = dict(module.meta)
+    module.replace_all_uses_with(call)
+    graph.erase_node(module)
+    return call

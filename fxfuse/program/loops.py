@@ -794,9 +794,8 @@ def rows_of(loops: Loops) -> Rows | None:
     count = max((place + 1 for place, is_one in enumerate(is_needed) if is_one), default=0)
     plain = Rows(tuple(order[:count]), tuple(order[count:]))
     if count < len(order) and is_needed[0] and not all(is_needed[:count]):
-        outer, along = (tuple(dim for dim, is_one in zip(order, is_needed, strict=True) if is_one is wanted)
-                        for wanted in (True, False))  # fmt: skip
-        return Rows(outer, along, are_mixed=True)
+        outer = tuple(dim for dim, is_one in zip(order, is_needed, strict=True) if is_one)
+        return Rows(outer, tuple(dim for dim in order if dim not in outer), are_mixed=True)
     if count < len(order) or not order:
         return plain
     begin = next((len(order) - place for place, is_one in enumerate(reversed(is_needed)) if not is_one), 0)
@@ -917,11 +916,10 @@ def _results_read_beside(loops: Loops, rows: Rows) -> bool:
 
 def _runs_along(loops: Loops, rows: Rows, reads: Iterable[Read]) -> Iterator[tuple[int, int]]:
     """(consecutive elements that are contiguous, bytes of an element) along a row: of the result, and of `reads`."""
-    output, (_, length, _) = loops.output, rows.sizes(loops.output.shape)
-    along = digits_of(variable("along", length), rows.along, output)
-    place = dot((along.get(f"c{dim}", Index()) for dim in range(len(output.shape))), output.strides)
-    for index, dtype in ((place, output.dtype), *((read.index.substituted(along), read.dtype) for read in reads)):
-        yield contiguous(index, "along", length), dtype.itemsize
+    _, length, _ = rows.sizes(loops.output.shape)
+    along = digits_of(variable("along", length), rows.along, loops.output)
+    for index, dtype in ((loops.place(), loops.output.dtype), *((read.index, read.dtype) for read in reads)):
+        yield contiguous(index.substituted(along), "along", length), dtype.itemsize
 
 
 def run_of(loops: Loops, rows: Rows) -> int:

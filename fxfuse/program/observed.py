@@ -53,8 +53,7 @@ class Operation:
     def _updates_statistics(self) -> bool:
         """Whether it is a normalisation that updates running statistics. Their schemas do not mark this as mutation."""
         given = _by_name(self.overload, self.args, self.kwargs)
-        trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
-        return trains and given.get("running_mean") is not None
+        return given.get("running_mean") is not None and trains(self.overload, self.args, self.kwargs)
 
     @property
     def is_view(self) -> bool:
@@ -79,6 +78,16 @@ def draws(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     """Whether a call of an operator draws random numbers; attention without dropout does not."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(overload, "tags", ())
     return is_random and _by_name(overload, args, kwargs).get("dropout_p") != 0
+
+
+def trains(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator computes as in training: it drops something, or updates running statistics.
+
+    A normalisation by its own statistics that keeps no running ones computes the same in both modes.
+    """
+    given = _by_name(overload, args, kwargs)
+    keeps_none = "running_mean" in given and given["running_mean"] is None
+    return not keeps_none and any(given.get(name) is True for name in ("training", "train", "use_input_stats"))
 
 
 def _by_name(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
