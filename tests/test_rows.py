@@ -152,7 +152,7 @@ def test_reductions_go_along_memory(dims, strides, run):
     left = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
     result = value("y", left, contiguous_strides(left))
     made = operators.loops_of(torch.ops.aten.var.correction, (x, list(dims)), {}, result)
-    for row in loops.as_rows(made).reductions:
+    for row in made.by_rows.reductions:
         (read,) = (leaf for leaf in row.leaves if isinstance(leaf, loops.Read))
         assert loops.contiguous(read.index, row.over.name, row.over.size) == run
 

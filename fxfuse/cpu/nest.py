@@ -27,7 +27,6 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     Rows,
-    as_rows,
     digits_of,
     indices_of,
     kinds_of,
@@ -121,7 +120,7 @@ def nest_of(loops: Loops) -> Nest | None:
         return None  # a nest has one place for all results
     if not loops.reductions:
         return _pointwise(loops)
-    loops = as_rows(loops)
+    loops = loops.by_rows
     rows = rows_of(loops)
     if rows is None or rows.are_mixed or _adds_up_again(loops, rows):
         return None

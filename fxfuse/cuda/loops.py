@@ -37,7 +37,6 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     all_leaves,
-    as_rows,
     digits_of,
     kinds_of,
     reductions_of,
@@ -332,7 +331,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
 
     Some threads share a row or a few adjacent rows.
     """
-    loops = as_rows(loops)
+    loops = loops.by_rows
     rows, output = rows_of(loops), loops.output
     assert rows is not None, "merge.py and operators.py make no others"
     outer, length, inner = rows.sizes(output.shape)

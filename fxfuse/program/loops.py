@@ -201,6 +201,13 @@ class Loops:
         """The C++ type of every node of the expressions. Raises Inexact."""
         return kinds_of(self.leaves, *(store.expression for store in self.stores))
 
+    @functools.cached_property
+    def by_rows(self) -> Loops:
+        """The same loops as they are computed row by row: reductions go along memory, and groups are rows."""
+        if not self.reductions:
+            return self
+        return _divided(dataclasses.replace(self, leaves=tuple(map(_along_memory, self.leaves))))
+
     def place(self) -> Index:
         """Where an element of the output lies, by its coordinates."""
         return place_of(self.output, coordinates(self.output.shape))
@@ -499,7 +506,7 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
 
     Only the threads that compute the result at the same offset, or its row, may read an element of the value.
     """
-    loops = as_rows(loops)
+    loops = loops.by_rows
     rows = rows_of(loops) if loops.reductions else Rows((), ())
     if rows is None or rows.inner:
         return False
@@ -806,13 +813,6 @@ def rows_of(loops: Loops) -> Rows | None:
     return beside
 
 
-def as_rows(loops: Loops) -> Loops:
-    """The same loops as they are computed row by row: reductions go along memory, and groups are rows."""
-    if not loops.reductions:
-        return loops
-    return _divided(dataclasses.replace(loops, leaves=tuple(map(_along_memory, loops.leaves))))
-
-
 def _along_memory(leaf: Leaf) -> Leaf:
     """The leaf, but reductions are taken in an order in which they read contiguous memory, or longer runs of it."""
     if not isinstance(leaf, Reduced):
@@ -820,15 +820,15 @@ def _along_memory(leaf: Leaf) -> Leaf:
     over, leaves = leaf.over, tuple(map(_along_memory, leaf.leaves))
     reads = [one for one in leaves if isinstance(one, Read) and one.index.depends_on(over.name)]
 
-    def run(values: Mapping[str, Index]) -> int:
-        indices = (read.index.substituted(values) for read in reads)
+    def run(order: Index | None) -> int:
+        indices = (read.index if order is None else read.index.substituted({over.name: order}) for read in reads)
         return min((contiguous(index, over.name, over.size) for index in indices), default=over.size)
 
-    orders: list[Mapping[str, Index]] = [{}]
-    if run({}) < over.size:
-        orders += [{over.name: turned} for read in reads if (turned := _in_order_of(read.index, over)) is not None]
-    values = max(orders, key=run)
-    return Reduced(leaf.op, over, leaf.expression, tuple(substituted(one, values) for one in leaves))
+    if run(None) < over.size:
+        order = max(None, *(_in_order_of(read.index, over) for read in reads), key=run)
+        if order is not None:
+            leaves = tuple(substituted(one, {over.name: order}) for one in leaves)
+    return Reduced(leaf.op, over, leaf.expression, leaves)
 
 
 def _in_order_of(index: Index, over: Variable) -> Index | None:
@@ -949,7 +949,7 @@ def contiguous(index: Index, name: str, size: int) -> int:
 
 def work_of(loops: Loops) -> int:
     """How many elements are computed, those of reductions included. LARGEST**2 if this cannot be done row by row."""
-    return _work_by_rows(as_rows(loops))
+    return _work_by_rows(loops.by_rows)
 
 
 def _work_by_rows(loops: Loops, rows: Rows | None = None) -> int:
@@ -975,7 +975,7 @@ def rows_pay(loops: Loops) -> bool:
 
     True for loops without reductions.
     """
-    loops = as_rows(loops)
+    loops = loops.by_rows
     rows = rows_of(loops)
     if not loops.reductions or rows is None:
         return not loops.reductions
