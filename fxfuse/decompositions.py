@@ -19,7 +19,7 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fxfuse.long_rows import by_channel, exact, mean_of, of_all_parts, sum_of, variance_of
+from fxfuse.long_rows import by_channel, exact, mean_of, of_all_parts, statistics_of_parts, sum_of, variance_of
 from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
@@ -137,11 +137,8 @@ def _batch_norm(
     """
     if not training:
         return NotImplemented
-    parts, along = _in_parts(x)
-    parts = exact(parts)
-    means = parts.mean(along, keepdim=True) if along else parts
-    spread = (parts - means).square().mean(along, keepdim=True).reshape(-1, x.shape[1]) if along else None
-    mean, variance = of_all_parts(means.reshape(-1, x.shape[1]), spread, 0)
+    statistics = statistics_of_parts(x)
+    mean, variance = (each.flatten() for each in of_all_parts(*statistics, [0, 1]))
     scale = torch.rsqrt(variance + eps)
     made = (exact(x) - by_channel(mean, x)) * by_channel(scale, x)
     made = made if weight is None else made * by_channel(weight, x)
@@ -172,24 +169,6 @@ def _batch_norm_backward(
     left = of_result - by_channel(of_bias / count, x) - deviation * by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
     return (left * by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
-
-
-_PART: Final = 512
-"""Most pixels of a part: a block of threads finds their 32 bytes each (of adjacent channels) in its cache again."""
-_LEAST: Final = 32
-"""Fewest pixels of a part for which taking the mean pays."""
-
-
-def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """x as (images, parts, channels, pixels of a part ...), and the pixels' dimensions. Without pixels, x itself."""
-    if x.dim() < 3:
-        return x, []
-    rows, pixels = x.shape[2], math.prod(x.shape[3:])
-    heights = (height for height in range(rows, 0, -1) if rows % height == 0)
-    height = next((height for height in heights if height * pixels <= _PART), rows)
-    if height * pixels < _LEAST:
-        height = rows
-    return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
 
 
 def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse.group_norms import in_channels_last
+from fxfuse.layout import FORMATS
 from fxfuse.problem import RESULT_DTYPES
+from fxfuse.program.loops import RUN_OF_ROW
 from fxfuse.program.reductions import LONGEST
 
 _aten: Final = torch.ops.aten
@@ -181,10 +182,25 @@ def _group_norm(
     return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
-def _group_norm_in_channels_last(x: torch.Tensor, groups: int, *args: Any) -> Any:
-    """By torch's group norm of a contiguous copy, of which the parts of rows are in one piece."""
+def _group_norm_in_channels_last(
+    x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> Any:
+    """By the statistics of channels, which are adjacent in memory, where one kernel does not pay for the whole: where a
+    group is too long, or too few of its channels are adjacent."""
+    channels = x.shape[1] // groups
     is_long = x.numel() > x.shape[0] * groups * LONGEST
-    return in_channels_last(x.contiguous(), groups, *args) if is_long else NotImplemented
+    if x.dtype not in RESULT_DTYPES or not (is_long or channels * x.dtype.itemsize < RUN_OF_ROW):
+        return NotImplemented
+    means, variances = (
+        None if each is None else each.unflatten(2, (groups, channels)) for each in statistics_of_parts(x)
+    )
+    assert means is not None
+    mean, variance = (each.transpose(1, 2) for each in of_all_parts(means, variances, [1, 3]))
+    made = (exact(x).unflatten(1, (groups, channels)).flatten(3) - mean) * torch.rsqrt(variance + eps)
+    made = made.flatten(1, 2).view(x.shape)
+    made = made if weight is None else made * by_channel(weight, x)
+    made = made if bias is None else made + by_channel(bias, x)
+    return made.to(x.dtype).contiguous(memory_format=FORMATS[x.dim()])
 
 
 def _of_channel(x: torch.Tensor, *_: Any) -> int:
@@ -221,13 +237,47 @@ def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
         return NotImplemented
     of_parts = rows.unflatten(-1, (-1, parts[1]))
     means = of_parts.mean(-1, True)
-    mean, variance = of_all_parts(means.squeeze(-1), (of_parts - means).square().mean(-1), -1)
-    mean, scale = (each.unsqueeze(-1).unflatten(-1, [1] * len(dims)) for each in (mean, torch.rsqrt(variance + eps)))
+    mean, variance = of_all_parts(means, (of_parts - means).square().mean(-1, True), [-2])
+    mean, scale = (each.squeeze(-1).unflatten(-1, [1] * len(dims)) for each in (mean, torch.rsqrt(variance + eps)))
     return (exact(x) - mean) * scale, mean, scale
 
 
-def of_all_parts(means: torch.Tensor, variances: torch.Tensor | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of rows, from those of their parts along `dim`, which are equally long.
+_PART: Final = 512
+"""Most pixels of a part: a block of threads finds their 32 bytes each (of adjacent channels) in its cache again."""
+_LEAST: Final = 32
+"""Fewest pixels of a part for which taking the mean pays."""
+
+
+def statistics_of_parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The means and the variances of the channels of parts of images, (images, parts, channels) each.
+
+    The parts of an image have the same number of pixels. If that is one, there are no variances.
+    """
+    parts, along = _in_parts(x)
+    parts = exact(parts)
+    if not along:
+        return parts.unsqueeze(1), None
+    means = parts.mean(along, keepdim=True)
+    variances = (parts - means).square().mean(along)
+    return means.view(variances.shape), variances
+
+
+def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """x as (images, parts, channels, pixels of a part ...), and the pixels' dimensions. Without pixels, x itself."""
+    if x.dim() < 3:
+        return x, []
+    rows, pixels = x.shape[2], math.prod(x.shape[3:])
+    heights = (height for height in range(rows, 0, -1) if rows % height == 0)
+    height = next((height for height in heights if height * pixels <= _PART), rows)
+    if height * pixels < _LEAST:
+        height = rows
+    return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
+
+
+def of_all_parts(
+    means: torch.Tensor, variances: torch.Tensor | None, dims: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of rows, from those of their parts along `dims`, which are equally long.
 
     The variance is that of the parts' means plus the mean of the parts' variances: nothing cancels, and a part is read
     once.
@@ -235,10 +285,12 @@ def of_all_parts(means: torch.Tensor, variances: torch.Tensor | None, dim: int) 
     Args:
         variances: None for parts of one element.
     """
-    first = means.select(dim, 0)
-    mean = first + (means - first.unsqueeze(dim)).mean(dim)  # more exact where they are far from zero
-    variance = (means - mean.unsqueeze(dim)).square().mean(dim)
-    return mean, variance if variances is None else variance + variances.mean(dim)
+    first = means
+    for dim in dims:
+        first = first.narrow(dim, 0, 1)
+    mean = first + (means - first).mean(dims, True)  # more exact where they are far from zero
+    variance = (means - mean).square().mean(dims, True)
+    return mean, variance if variances is None else variance + variances.mean(dims, True)
 
 
 def _dims(x: torch.Tensor, dim: Any) -> Sequence[int]:

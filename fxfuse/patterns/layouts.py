@@ -24,8 +24,6 @@ from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.patterns.anchors import known_tensor, noted
 from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
-from fxfuse.program.loops import RUN_OF_ROW
-from fxfuse.program.reductions import LONGEST
 
 _aten: Final = torch.ops.aten
 
@@ -140,8 +138,7 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
     if kind in _ADAPTIVE_MODULES:
         return Role(inputs, grows=_FEW_PIXELS)
     if kind is nn.GroupNorm:
-        assert isinstance(module, nn.GroupNorm)
-        return _of_groups(inputs, module.num_groups, module.weight)
+        return Role(inputs, is_group_norm=True)
     if kind in _UPSAMPLING_MODULES:
         scale = getattr(module, "scale_factor", None)
         return Role(inputs, grows=_area(scale or 2)) if getattr(module, "mode", "") in _MODES else None
@@ -216,18 +213,6 @@ def _is_left(dimensions: int, groups: Any, weight: torch.Tensor | None, area: fl
     return weight.shape[2:].numel() == 1 < weight.shape[1] < 16
 
 
-def _of_groups(inputs: tuple[fx.Node, ...], groups: Any, weight: torch.Tensor | None) -> Role | None:
-    """The role of a group norm; None if its rows are too long for a kernel of loops, or consist of too short runs."""
-    if weight is None or not isinstance(groups, int) or weight.dim() != 1:
-        return None
-    value, channels = noted(inputs[0]), int(weight.shape[0]) // groups
-    elements = known_elements(inputs[0])
-    is_long = elements is not None and elements // max(1, value.shape[0] * groups) > LONGEST
-    if is_long or channels * weight.dtype.itemsize < RUN_OF_ROW:
-        return None
-    return Role(inputs, is_group_norm=True)
-
-
 def _of_library(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     inputs = tuple(node.all_input_nodes)
     if not inputs:
@@ -243,8 +228,8 @@ def _of_library(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     if target in _NORMALISATIONS:
         return Role(first) if isinstance(node.args[0] if node.args else None, fx.Node) else None
     if target in _GROUP_NORMS:
-        x, groups, weight = (_argument(node, *one) for one in ((0, "input"), (1, "num_groups"), (2, "weight")))
-        return _of_groups((x,), groups, known_tensor(root, weight)) if isinstance(x, fx.Node) else None
+        x = _argument(node, 0, "input")
+        return Role((x,), is_group_norm=True) if isinstance(x, fx.Node) else None
     if target in _CATS:
         return Role(inputs, channels=0) if _is(_argument(node, 1, "dim"), 1, -3) else None
     if target in _PADS:

@@ -900,7 +900,7 @@ def _reads_beside(loops: Loops, rows: Rows) -> bool:
             if not isinstance(leaf, Read) or not leaf.index.depends_on(row.over.name):
                 continue
             run, nbytes = contiguous(leaf.index, name, size), leaf.dtype.itemsize
-            is_beside = run == size or (rows.are_mixed and run * nbytes >= RUN_OF_ROW)
+            is_beside = run == size or (not rows.inner and run * nbytes >= RUN_OF_ROW)
             is_small = leaf.index.range[1] < _work_by_rows(loops, rows) // SMALL
             if not (is_small or (is_beside and size * nbytes >= (SECTOR if rows.inner else 1))):
                 return False
@@ -983,7 +983,9 @@ def rows_pay(loops: Loops) -> bool:
     longest = max(row.over.size for row in loops.reductions)
     if length > 2 * longest or (rows.inner and outer * inner < FEW_ROWS and longest > LONG_ROW):
         return False  # too few threads for so many elements
-    return _reads_beside(loops, rows)
+    reads = (leaf for leaf in all_leaves(loops.leaves) if isinstance(leaf, Read))
+    is_small = outer * length * inner <= FEW and all(read.index.range[1] < FEW for read in reads)
+    return is_small or _reads_beside(loops, rows)
 
 
 SECTOR: Final = 32
@@ -997,6 +999,8 @@ LONG_ROW: Final = 4096
 """Elements. A row with more than this is long."""
 SMALL: Final = 16
 """A tensor with at most 1 / SMALL of the elements of all rows stays in caches, whatever the order of its reads."""
+FEW: Final = 2**18
+"""Elements that a GPU reads or writes in the time of a kernel's launch, even if each is in a sector of its own."""
 
 
 def coordinates_at(output: Value, place: Index) -> list[Index]:
