@@ -275,7 +275,7 @@ def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def of_all_parts(
-    means: torch.Tensor, variances: torch.Tensor | None, dims: Sequence[int]
+    means: torch.Tensor, variances: torch.Tensor | None, dims: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean and the variance of rows, from those of their parts along `dims`, which are equally long.
 

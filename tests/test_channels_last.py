@@ -615,7 +615,10 @@ def test_the_operator_for_group_norms_is_one_in_good_standing(layout):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize(("channels", "groups", "size"), [(64, 4, 17), (320, 32, 16), (48, 3, 100), (64, 32, 17), (32, 2, 130), (64, 32, 130)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "size"),
+    [(64, 4, 17), (320, 32, 16), (48, 3, 100), (64, 32, 17), (32, 2, 130), (64, 32, 130)],
+)
 @torch.no_grad()
 def test_group_norms_on_a_gpu(channels, groups, size, dtype):
     torch.manual_seed(0)
