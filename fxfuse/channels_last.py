@@ -31,16 +31,17 @@ from torch.autograd import forward_ad
 from fxfuse.group_norms import group_norm
 from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
-from fxfuse.patterns.anchors import known_tensor
+from fxfuse.patterns.anchors import known_tensor, noted
 from fxfuse.patterns.layouts import (
     Role,
     forgets,
     is_contiguous_copy,
     is_copied,
     is_never_contiguous,
-    is_noted_contiguous,
+    is_permuted,
     known_elements,
     may_copy,
+    noted_strides,
     role_of,
     stays_contiguous,
 )
@@ -145,18 +146,29 @@ def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
     return x.clone(memory_format=memory_format)
 
 
-def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> Any:
-    """y with the strides that it has in eager, if it was `converted`; y itself if not, or if it `stays` converted."""
+def as_before(
+    y: Any, converted: bool, number: int = 0, stays: bool = False, strides: tuple[int, ...] | None = None
+) -> Any:
+    """y with the strides that it has in eager, if it was `converted`; y itself if not, or if it `stays` converted.
+
+    Args:
+        strides: eager's, if they are not those of a contiguous tensor.
+    """
     proxy = _proxy_among((y, converted, stays))
     if proxy is not None:
-        return proxy.tracer.create_proxy("call_function", as_before, (y, converted, number, stays), {})
+        return proxy.tracer.create_proxy("call_function", as_before, (y, converted, number, stays, strides), {})
     if not converted or stays or not isinstance(y, torch.Tensor):
         return y
-    strides = contiguous_strides(y.shape)
-    if y.stride() == strides:
+    # also where only strides of dimensions of size 1 differ
+    if y.stride() == (contiguous_strides(y.shape) if strides is None else strides):
         return y
     _copied[number] = y.numel() * y.element_size()
-    return y.clone(memory_format=torch.contiguous_format)  # also where only strides of dimensions of size 1 differ
+    if strides is None:
+        return y.clone(memory_format=torch.contiguous_format)
+    order = sorted(range(y.dim()), key=strides.__getitem__, reverse=True)
+    back = [order.index(dim) for dim in range(y.dim())]
+    made = y.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    return made if made.stride() == strides else made.as_strided(y.shape, strides)  # dimensions of size 1 again
 
 
 def _proxy_among(values: Sequence[Any]) -> Any:
@@ -226,7 +238,8 @@ class _Known:
         roles: the roles of nodes that may work in channels_last. Their results are pictures.
         sizes: (channels, pixels) of every value, relative to the others.
         dimensions: the ranks of pictures.
-        origins: for every value, its sources: if all of them are contiguous, the value is contiguous in eager.
+        origins: for every value, its sources: if all of them are contiguous, the value has its noted strides in eager,
+            or is contiguous if none are noted.
         tied: groups of nodes in `roles` that must have one layout, because one overwrites memory that others read.
         has_strangers: whether the graph calls modules of other packages than torch, which may do anything.
     """
@@ -239,6 +252,7 @@ class _Known:
         self.dimensions: dict[fx.Node, int] = {}
         self.origins: dict[fx.Node, frozenset[fx.Node]] = {}
         self.tied: list[list[fx.Node]] = []
+        self._permuted: set[fx.Node] = set()  # values with permuted sources, whose strides are noted
         self.mutations = Mutations(root, graph)
         self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in graph.nodes)
         roles = {node: role_of(root, node) for node in graph.nodes}
@@ -254,7 +268,7 @@ class _Known:
             self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
             self.dimensions.setdefault(node, role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs))
             pictures.add(node)
-            # values with permuted sources are in channels_last in eager already, or in neither layout
+            # without noted strides, values with permuted sources are in channels_last in eager, or in neither layout
             if not any(map(is_never_contiguous, self.origins[node])):
                 self.roles[node] = role
         self._sizes_are_noted = all(known_elements(node) is not None for node in self.roles)
@@ -275,16 +289,19 @@ class _Known:
         return frozenset(arg for arg in self.origins[node] if arg.op not in ("placeholder", "get_attr"))
 
     def _origins_of(self, node: fx.Node, role: Role | None) -> frozenset[fx.Node]:
-        """The sources of `node`'s value: if all of them are contiguous, the value is contiguous in eager."""
+        """The sources of `node`'s value (`origins`). Noted strides take permuted sources into account."""
         if not is_tensor(node):
             return frozenset()
         if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
             return frozenset({node})
         origins = frozenset[fx.Node]().union(*(self.origins[arg] for arg in node.all_input_nodes))
-        permuted = frozenset(filter(is_never_contiguous, origins))
+        permuted = frozenset(filter(is_permuted, origins))
         if permuted and may_copy(node):
             return frozenset({node})
-        return origins - permuted if permuted and is_noted_contiguous(node) else origins
+        if noted_strides(node) is None or not (permuted or self._permuted.intersection(node.all_input_nodes)):
+            return origins
+        self._permuted.add(node)
+        return origins - permuted
 
     def _is_stranger(self, node: fx.Node) -> bool:
         kind = type(self.root.get_submodule(str(node.target)))
@@ -310,7 +327,9 @@ class _Known:
         return max(1, elements if elements is not None else round(_PRICE * channels * pixels))
 
     def left(self, node: fx.Node) -> int:
-        """The cost of leaving a convolution in NCHW."""
+        """The cost of leaving a convolution in eager's layout."""
+        if self.is_in_channels_last(node):
+            return 0
         first = self.roles[node].inputs[0]
         read = self.price(first) if first in self.sizes else self.price(node)
         return round(LEFT * (read + self.price(node)) / 2)
@@ -325,6 +344,17 @@ class _Known:
             return 0
         is_both = 1 in (weight.shape[1], weight[0, 0].numel())
         return 0 if is_both else weight.numel()
+
+    def strides(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The strides of a node's value in eager, if its origins are contiguous; None if it is contiguous then."""
+        strides = noted_strides(node) if node in self._permuted or is_permuted(node) else None
+        return None if strides is None or strides == contiguous_strides(noted(node).shape) else strides
+
+    def is_in_channels_last(self, node: fx.Node) -> bool:
+        """Whether a node's value is known to be in channels_last in eager, too."""
+        value = noted(node)
+        is_known = self.strides(node) is not None and value.dim() in FORMATS
+        return is_known and bool(value.is_contiguous(memory_format=FORMATS[value.dim()]))
 
     def behind(self, value: fx.Node) -> fx.Node:
         """The source of `value`, if `value` is a contiguous copy of a permutation; otherwise `value` itself.
@@ -374,12 +404,12 @@ def _cheapest(known: _Known) -> set[fx.Node]:
             vertex = value
             if role.is_convolution:
                 network.add(SOURCE, value, known.left(value) + (price if is_copied(value) else 0))
-            back = NEVER if role.is_alias or role.several else price  # a copy would not show in-place changes
+            back = NEVER if role.is_alias or role.several else 1 if known.is_in_channels_last(value) else price
             network.add(value, ("back", value), back)
             others = [user for user in value.users if user not in readers and not known.forgets(value, user)]
             for reader in [*readers, *([SINK] if others else [])]:
                 network.add(("back", value), reader, NEVER)
-        there = price if known.behind(value) is value else 1
+        there = price if known.behind(value) is value and not known.is_in_channels_last(value) else 1
         network.add(("there", value), vertex, NEVER if role is not None and role.several else there)
         for reader in readers:
             network.add(reader, ("there", value), NEVER)
@@ -486,7 +516,7 @@ class _Conversions:
         if value in self._inside:
             if self._flag(value) is not flag:
                 self._replace(node, value, self._converted(node, value, False, (self._flag(value), flag)))
-        elif self._known.outside(value) or value in self._known.roles:
+        elif not self._known.is_in_channels_last(value) and (self._known.outside(value) or value in self._known.roles):
             self._replace(node, value, self._converted(node, value, True, (flag,)))
 
     def _read_outside(self, value: fx.Node) -> None:
@@ -523,7 +553,9 @@ class _Conversions:
                 made = self._graph.call_function(to_channels_last, (behind(value), *flags, conversion.number))
             else:
                 converted, *stays = flags
-                made = self._graph.call_function(as_before, (value, converted, conversion.number, *stays))
+                strides = self._known.strides(value)
+                kwargs: dict[str, Any] = {} if strides is None else {"strides": strides}
+                made = self._graph.call_function(as_before, (value, converted, conversion.number, *stays), kwargs)
         self._made[key] = made, place
         self._found.append(conversion)
         return made

@@ -395,6 +395,50 @@ def test_images_that_are_views_of_tokens_stay_as_they_are():
             assert_as_eager(model, fast, x.transpose(1, 2).contiguous().transpose(1, 2))  # of which it is a view
 
 
+def turned(m, x):
+    """Sums whose strides are those of their first term: in neither layout."""
+    x = chain(m, x)
+    return beyond(m, x.mT + x)
+
+
+def beside_attention(m, x):
+    """As in the middle of an image's decoder: the sums lie as the tokens do, in channels_last."""
+    x = chain(m, x)
+    tokens = x.flatten(2).mT
+    return beyond(m, (tokens.softmax(-1) @ (tokens.mT @ tokens)).mT.view(x.shape) + x)
+
+
+def beyond(m, x):
+    for layer in m.behind:
+        x = x + F.relu(layer(F.relu(x)))
+    return x, x.mean([2, 3])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("body", [turned, beside_attention])
+def test_strides_that_dynamo_notes_are_restored(body, batch, gradients):
+    layers, behind = convolutions(3, 8, 8, 8, 8), convolutions(8, 8, 8, 8, 8)
+    model, x = Net(body, layers=layers, behind=behind).eval(), randn(batch, 3, 9, 9)
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend="fxfuse")
+    x.requires_grad_(gradients)
+    for _ in range(4):
+        with torch.set_grad_enabled(gradients):
+            results, expected = fast(x), model(x)
+        assert [one.stride() for one in results] == [one.stride() for one in expected]
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+        if gradients:
+            wanted = [torch.autograd.grad(sum(one.square().sum() for one in each), [x, *model.parameters()])
+                      for each in (results, expected)]  # fmt: skip
+            torch.testing.assert_close(*wanted, rtol=1e-4, atol=1e-4)
+    *_, graph = compiled_graphs(model)
+    if not gradients:
+        back = [node.kwargs for node in graph.graph.nodes if node.target is channels_last.as_before]
+        assert state_of(graph).layouts.convolutions == (8 if body is turned else 4)
+        assert any(kwargs.get("strides") == results[0].stride() for kwargs in back) == (body is turned)
+
+
 def depthwise():
     return nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
 

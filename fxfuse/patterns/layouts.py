@@ -7,6 +7,7 @@ look at strides (view, as_strided), and what Python code does is unknown. For th
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import sys
@@ -377,13 +378,25 @@ def may_copy(node: fx.Node) -> bool:
     return name_of(node) in ("reshape", "flatten") and (not known or value.is_contiguous())
 
 
-def is_noted_contiguous(node: fx.Node) -> bool:
-    """Whether Dynamo or torch.export noted that the value of `node` is contiguous, of sizes that are the same in each
-    call: then it is, whatever it was computed from."""
+def is_permuted(node: fx.Node) -> bool:
+    """Whether the result of `node`, an operation, is known not to be contiguous: by what it does, or by its strides."""
+    strides = noted_strides(node) if node.op not in ("placeholder", "get_attr") else None
+    return is_never_contiguous(node) or (strides is not None and strides != contiguous_strides(noted(node).shape))
+
+
+def noted_strides(node: fx.Node) -> tuple[int, ...] | None:
+    """The strides that Dynamo or torch.export noted for the value of `node`: eager's in each call. None if none are
+    noted, if they vary with sizes, or if elements overlap or lie apart from each other."""
     value = noted(node)
-    if not isinstance(value, torch.Tensor) or known_elements(node) is None:
-        return False
-    return value.stride() == contiguous_strides(value.shape)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or known_elements(node) is None:
+        return None
+    strides = tuple(value.stride())
+    if not all(isinstance(stride, int) for stride in strides):
+        return None
+    by_stride = sorted((stride, size) for stride, size in zip(strides, value.shape, strict=True) if size != 1)
+    places = itertools.accumulate((size for _, size in by_stride), operator.mul, initial=1)
+    is_dense = all(stride == place for (stride, _), place in zip(by_stride, places, strict=False))
+    return strides if is_dense else None
 
 
 _STAYING: Final = frozenset(
