@@ -24,7 +24,7 @@ ROWS = {
     "a root mean square": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
     "a norm and a sum": lambda x: F.layer_norm(x + 1, x.shape[-1:]) + x,
     "two results": lambda x: (x * 2 + 1, F.layer_norm(x * 2 + 1, x.shape[-1:])),
-    "mean": lambda x: x.mean(-1),
+    "mean": lambda x: x.abs().mean(-1),  # of numbers that do not cancel
     "greatest": lambda x: x.amax(-1, keepdim=True) * 2,
     "divided by a sum": lambda x: x.abs() / x.abs().sum(-1, keepdim=True),
 }
@@ -131,9 +131,9 @@ def test_long_groups_of_channels_that_come_last_are_cut_into_parts(device):  # n
     def forward(m, x):
         return F.silu(torch.ops.fxfuse.group_norm_in_channels_last(pictures(x), 2, m.weight, None, 1e-5)) + 1
 
-    for height in (LONGEST // 256, LONGEST // 128):  # rows that are as long as may be, and longer ones
+    for height, launches in ((64, 1), (65, 3)):  # rows that are as long as may be, and longer ones
         made = checked(Net(forward, weight=torch.randn(8)), device, 2, height, 64, 8, exact=False)
-        assert not made.calls and made.launches == (1 if height == LONGEST // 256 else 3), made.code
+        assert not made.calls and made.launches == launches, made.code
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (5, 7, 9), (37, 41)])
