@@ -35,8 +35,7 @@ _TAKEN_APART: Final = (
 )  # fmt: skip
 """Operators that torch's own decompositions make expressions of others."""
 _ROWS: Final = (
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
-    "native_group_norm", "native_group_norm_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "native_group_norm_backward",
 )  # fmt: skip
 """Such operators that also take sums of rows."""
 
@@ -74,6 +73,8 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
         _aten.native_dropout.default: _native_dropout,
         _aten.nll_loss_backward.default: _nll_loss_backward,
         _aten.var_mean.correction: _var_mean,
+        _aten.native_layer_norm.default: _layer_norm,
+        _aten.native_group_norm.default: _group_norm,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
@@ -126,6 +127,38 @@ def _var_mean(
     """Two reductions, each of a kind that kernels know."""
     dims = list(range(x.dim())) if dim is None else dim
     return torch.var(x, list(dims), correction=correction, keepdim=keepdim), torch.mean(x, list(dims), keepdim=keepdim)
+
+
+def _layer_norm(
+    x: torch.Tensor, sides: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> Any:
+    """As torch's rule. But that rounds the statistics of 16-bit numbers on a CPU: deviations in the backward would be
+    from another mean, and be large where the numbers of a row are nearly equal."""
+    x, dtype = x.contiguous(), x.dtype
+    made, mean, scale = _normalised(exact(x), list(range(x.dim() - len(sides), x.dim())), eps)
+    made = made if weight is None else made * weight
+    made = made if bias is None else made + bias
+    return made.to(dtype), mean, scale
+
+
+def _group_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, images: int, channels: int, pixels: int,
+    groups: int, eps: float,
+) -> Any:  # fmt: skip
+    """As torch's rule, but statistics are not rounded, and deviations are from the mean on a CPU, too."""
+    parts = exact(x).reshape(images, groups, channels // groups, pixels)
+    made, mean, scale = _normalised(parts, [2, 3], eps)
+    made = made.view(x.shape)
+    made = made if weight is None else made * by_channel(weight, x)
+    made = made if bias is None else made + by_channel(bias, x)
+    return made.to(x.dtype), mean.view(images, groups), scale.view(images, groups)
+
+
+def _normalised(x: torch.Tensor, dims: list[int], eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x with mean 0 and variance 1 along `dims`, the means, and what deviations were multiplied with."""
+    mean, variance = torch.mean(x, dims, True), torch.var(x, dims, correction=0, keepdim=True)
+    scale = torch.rsqrt(variance + eps)
+    return (x - mean) * scale, mean, scale
 
 
 def _batch_norm(

@@ -1810,6 +1810,20 @@ def test_gradients_of_one_normalised_image_are_differences():
     assert len(made(fast)) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", [lambda m, x: m.rows(x), lambda m, x: F.group_norm(x.view(4, 6, 1), 6)])
+def test_rows_of_equal_numbers_have_no_gradient(norm, dtype):
+    """The same statistics are in the forward and in the backward: not rounded, since 1 / sqrt(eps) magnifies errors."""
+    model = Net(lambda m, x: norm(m, F.relu(x * m.scale).to(dtype) + 1), scale=nn.Parameter(torch.ones(())),
+                rows=nn.LayerNorm(1))  # fmt: skip
+    fast = fxfuse.optimize(model)
+    for _ in range(4):
+        x = randn(4, 6, 1).requires_grad_()
+        (gradient,) = torch.autograd.grad((fast(x).float() * torch.arange(6).cos()[:, None]).sum(), x)
+        assert not gradient.any()
+    made(fast)
+
+
 def test_a_function_that_is_allowed_in_graphs_is_traced():
     def opaque(x):
         return x.sin().cumsum(0) if x.shape[0] == 4 else x
