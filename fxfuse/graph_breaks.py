@@ -1,4 +1,6 @@
-"""Breaks one of Dynamo's graphs around nodes that no trace can hold.
+"""Breaks graphs around nodes that no program or training step can hold.
+
+In one of Dynamo's these are operators whose results, or gradients, depend on data:
 
 If data decide a size (`tolist`, `nonzero`, a split into the rows of each expert), later sizes differ from call to call.
 Another package's operator may have a gradient that looks at data. A graph with one such node could have neither a
@@ -9,6 +11,8 @@ their own:
         └──── part_1 ────┘    (node by node)         └─ part_2 ─┘
 
 The nodes keep their order, and so in-place changes and random numbers keep theirs.
+
+In a graph of fx's they are modules that may do more than compute: those that run as Python, or have hooks.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.patterns.anchors import noted
 from fxfuse.patterns.mutation import SWITCHES, asks_shape
+from fxfuse.program.record import why_refused
 from fxfuse.row_padding import is_view
 
 PART: Final = "fxfuse_part_"
@@ -47,22 +52,51 @@ def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> f
         gm: one of Dynamo's graphs, with fake values in its nodes.
         made: makes a module of a part.
     """
-    stays = {node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr", "output")}
-    apart = {node for node in gm.graph.nodes if node not in stays and _is_apart(node)}
+
+    def called(graph: fx.Graph, part: fx.Graph, arguments: tuple[fx.Node, ...]) -> fx.Node:
+        name = next(name for name in map(f"{PART}{{}}".format, itertools.count(1)) if not hasattr(gm, name))
+        gm.add_submodule(name, made(fx.GraphModule(gm, part)))
+        return graph.call_module(name, arguments)
+
+    graph = _broken(gm.graph, {node for node in gm.graph.nodes if node.op not in _STAYING and _is_apart(node)}, called)
+    return gm if graph is None else fx.GraphModule(gm, graph)
+
+
+def broken_at_modules(
+    root: nn.Module, graph: fx.Graph, made: Callable[[fx.Graph], Callable[..., Any]]
+) -> fx.Graph | None:
+    """One of fx's graphs, broken around what may do more than compute. None if there is nothing, or there are no parts.
+
+    Args:
+        root: the module whose modules and tensors the graph refers to.
+        made: makes a function of a part, which refers to the same.
+    """
+    apart = {node for node in graph.nodes if why_refused(root, node) is not None}
+    return _broken(graph, apart, lambda whole, part, arguments: whole.call_function(made(part), arguments))
+
+
+Called = Callable[[fx.Graph, fx.Graph, "tuple[fx.Node, ...]"], fx.Node]
+"""called(graph, part, arguments): the node in `graph` that calls `part`, a new part."""
+_STAYING: Final = ("placeholder", "get_attr", "output")
+
+
+def _broken(whole: fx.Graph, apart: set[fx.Node], called: Called) -> fx.Graph | None:
+    """A copy of a graph with calls of its parts. None if it has no breaks (`apart`), or no parts."""
     if not apart:
-        return gm
-    apart |= _switches(gm.graph, apart)
-    graph = fx.Graph()
+        return None
+    apart = apart | _switches(whole, apart)
+    graph, parts = fx.Graph(), 0
     copied: dict[fx.Node, fx.Node] = {}
-    for nodes in _runs(gm.graph, apart):
-        computing = sum(not (node in stays or _is_light(node)) for node in nodes)
+    for nodes in _runs(whole, apart):
+        computing = sum(not (node.op in _STAYING or _is_light(node)) for node in nodes)
         is_part = computing >= WORTH and apart.isdisjoint(nodes)
+        parts += is_part
         for node in nodes:
             if not is_part or node.op == "get_attr":
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         if is_part:
-            _add_part(gm, graph, [node for node in nodes if node.op != "get_attr"], copied, made)
-    return fx.GraphModule(gm, graph) if parts_of(gm) else gm
+            _add_part(graph, [node for node in nodes if node.op != "get_attr"], copied, called)
+    return graph if parts else None
 
 
 def parts_of(module: nn.Module) -> list[str]:
@@ -160,10 +194,7 @@ def _is_light(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1 and (name in _VIEWS or asks_shape(node) or is_view(node))
 
 
-def _add_part(
-    gm: fx.GraphModule, graph: fx.Graph, nodes: Sequence[fx.Node], copied: dict[fx.Node, fx.Node],
-    made: Callable[[fx.GraphModule], nn.Module],
-) -> None:  # fmt: skip
+def _add_part(graph: fx.Graph, nodes: Sequence[fx.Node], copied: dict[fx.Node, fx.Node], called: Called) -> None:
     """Adds a part to the graph: a call of the module that is made of these nodes.
 
     Args:
@@ -182,9 +213,7 @@ def _add_part(
     for node in (*(node for node in taken if node.op == "get_attr"), *nodes):
         own[node] = part.node_copy(node, own.__getitem__)
     part.output(tuple(own[node] for node in leaving))
-    name = next(name for name in map(f"{PART}{{}}".format, itertools.count(1)) if not hasattr(gm, name))
-    gm.add_submodule(name, made(fx.GraphModule(gm, part)))
-    results = graph.call_module(name, tuple(copied[node] for node in arguments))
+    results = called(graph, part, tuple(copied[node] for node in arguments))
     for number, node in enumerate(leaving):
         copied[node] = graph.call_function(operator.getitem, (results, number))
         copied[node].meta = dict(node.meta)
@@ -194,7 +223,7 @@ def _add_part(
 
 def _made_behind(leaving: Sequence[fx.Node], inside: Set[fx.Node]) -> list[fx.Node]:
     """The views that are made behind a part instead of inside: the results of a training step must not share memory
-    with each other or with the part's arguments.
+    with each other or with the part's arguments. Shapes are asked for behind it, too: such results are no tensors.
     """
     views: dict[fx.Node, list[fx.Node]] = {}
     counts = Counter[fx.Node]()
@@ -205,5 +234,5 @@ def _made_behind(leaving: Sequence[fx.Node], inside: Set[fx.Node]) -> list[fx.No
             base = base.all_input_nodes[0]
         counts[base] += 1
         views[node].insert(0, base)
-    shared = [of for of in views.values() if counts[of[0]] > 1 or of[0] not in inside]
+    shared = [of for node, of in views.items() if counts[of[0]] > 1 or of[0] not in inside or any(map(asks_shape, of))]
     return list(dict.fromkeys(view for of in shared for view in of[1:]))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import linecache
 import logging
+import operator
 import threading
 import types
 import weakref
@@ -26,6 +28,7 @@ from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untrac
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.garbage import uncollected
+from fxfuse.graph_breaks import PART, broken_at_modules
 from fxfuse.hooks import has_hooks
 from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
@@ -88,10 +91,39 @@ class FusedState:
     """Runs calls that need gradients; None before the first such call."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
+    is_part: bool = False
+    """Whether another module runs this one as a part of its graph. That module looks after hooks, modes and changes."""
+    parts: Parts | None = None
+    """What runs in the place of the graph's own code, if some modules in it may do more than compute."""
     is_prepared: bool = False
     """Whether the first call has compiled the kernels. Used for graphs of which a part runs as Python (`_prepared`)."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A graph in parts, between modules that may do more than compute. Each part has programs and training steps."""
+
+    whole: FusedModule
+    """Calls the parts and the modules between them."""
+    each: tuple[FusedModule, ...]
+
+    def graph(self) -> fx.Graph:
+        """The graph of the whole, with the nodes of the parts in the place of their calls."""
+        graph, bodies = fx.Graph(), {_name(number): part._graph for number, part in enumerate(self.each, 1)}
+        copied: dict[fx.Node, Any] = {}
+        for node in self.whole._graph.nodes:
+            body = bodies.get(getattr(node.target, "__name__", ""))
+            if body is not None:
+                inside = dict(zip((one for one in body.nodes if one.op == "placeholder"), node.args, strict=True))
+                inside = {place: fx.node.map_arg(value, copied.__getitem__) for place, value in inside.items()}
+                copied[node] = graph.graph_copy(body, inside)
+            elif node.target is operator.getitem and isinstance(copied.get(node.args[0]), tuple):
+                copied[node] = copied[node.args[0]][node.args[1]]
+            else:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        return graph
 
 
 _STATE: Final = "_fxfuse"
@@ -117,19 +149,21 @@ class FusedModule(fx.GraphModule):
     """
 
     def __init__(
-        self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False, is_variant: bool = False
-    ) -> None:
+        self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False, is_variant: bool = False,
+        is_part: bool = False,
+    ) -> None:  # fmt: skip
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries: a parameter, a module or a hook that is replaced in one is replaced in the other.
         for name in _SHARED:
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
-        self.__dict__[_STATE] = state = FusedState(captured, settings, is_variant)
+        self.__dict__[_STATE] = state = FusedState(captured, settings, is_variant, is_part=is_part)
         state.replays = Replays() if cuda_graphs is True else cuda_graphs or None
         self.training = root.training
         self._derive(captured)
-        _living.add(self)
+        if not is_part:
+            _living.add(self)
         state.own_attributes = frozenset(self.__dict__)
 
     @uncollected()
@@ -139,8 +173,9 @@ class FusedModule(fx.GraphModule):
         if state.forget is not None:
             state.forget()
         state.captured, state.variants = captured, {}
-        state.modes, state.structure = _modes(captured), _structure(captured)
-        if state.recapture is None and not state.is_variant and not is_disabled() and _suits_dynamo(captured):
+        state.modes, state.structure = ((), Structure()) if state.is_part else (_modes(captured), _structure(captured))
+        is_own = not (state.is_variant or state.is_part)
+        if state.recapture is None and is_own and not is_disabled() and _suits_dynamo(captured):
             state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
             state.replays = state.replays.fresh()
@@ -148,7 +183,8 @@ class FusedModule(fx.GraphModule):
             self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
             replaced = Replaced(_python_graph())
         else:
-            replaced = with_regions_replaced(captured, state.settings)
+            state.parts = None if state.is_part else _parts(captured, state.settings)
+            replaced = with_regions_replaced(captured, state.settings) if state.parts is None else _joined(state.parts)
         state.regions, state.skipped, state.layouts = replaced.regions, replaced.skipped, replaced.layouts
         finalizer = weakref.finalize(self, plans.forget, [region.number for region in replaced.regions])
         finalizer.atexit = False
@@ -186,11 +222,15 @@ class FusedModule(fx.GraphModule):
             if state.captured.graph is None and has_own_call(state.captured.root):
                 type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
             state.programs = Programs(state.captured.root, self._graph)
+            if state.parts is not None:
+                type(self).forward = _in_parts(type(self).forward)
             if state.programs.reason is None:
                 type(self).forward = _programmed(type(self).forward)
             state.training = None
             if state.captured.graph is not None:
                 type(self).forward = _trained(type(self).forward)
+            if state.is_part:
+                return code
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
@@ -326,7 +366,8 @@ _living: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
 def listing_of(module: FusedModule, name: str) -> Listing:
     """The Listing of a module's graph, for people: its captured and fused form, its regions and its programs."""
     state = state_of(module)
-    programs = () if state.programs is None else tuple(state.programs.programs)
+    running = (state, *map(state_of, () if state.parts is None else state.parts.each))
+    programs = tuple(program for one in running if one.programs is not None for program in one.programs.programs)
     return Listing(name, state.captured.graph, module._graph, state.regions, programs)
 
 
@@ -608,6 +649,58 @@ def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
         return training.call(functools.partial(forward, self), args, kwargs)
 
     return _with_own_code(trained)
+
+
+def _parts(captured: Captured, settings: Settings) -> Parts | None:
+    """The parts of a graph between modules that may do more than compute; None if there are none that are worth it."""
+    assert captured.graph is not None
+    if is_disabled() or isinstance(captured.root, fx.GraphModule):
+        return None
+    each: list[FusedModule] = []
+
+    def made(graph: fx.Graph) -> Callable[..., Any]:
+        part = FusedModule(Captured(captured.root, graph), settings, is_part=True)
+
+        def run(*args: Any) -> Any:  # not as a module: it shares the hooks of the whole
+            return type(part).forward(part, *args)
+
+        each.append(part)
+        run.__name__ = _name(len(each))
+        return run
+
+    graph = broken_at_modules(captured.root, captured.graph, made)
+    if graph is None:
+        return None
+    return Parts(FusedModule(Captured(captured.root, graph), settings, is_part=True), tuple(each))
+
+
+def _name(number: int) -> str:
+    """The name of the function that runs a part."""
+    return f"{PART}{number}"
+
+
+def _joined(parts: Parts) -> Replaced:
+    """What was fused in all parts of a graph, and between them."""
+    states = [state_of(part) for part in (parts.whole, *parts.each)]
+    regions, skipped, conversions = (
+        tuple(itertools.chain.from_iterable(found))
+        for found in zip(*((one.regions, one.skipped, one.layouts.conversions) for one in states), strict=True)
+    )
+    layouts = channels_last.Layouts(sum(one.layouts.convolutions for one in states), conversions)
+    return Replaced(parts.graph(), regions, skipped, layouts)
+
+
+def _in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the graph's own code, or its parts in its place. A compiler gets the code as a whole."""
+
+    @functools.wraps(forward)
+    def in_parts(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        parts = state_of(self).parts
+        if parts is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return type(parts.whole).forward(parts.whole, *args, **kwargs)
+
+    return _with_own_code(in_parts)
 
 
 def _fused_half(settings: Settings, graph_module: fx.GraphModule, together: Sequence[int] = ()) -> FusedModule:

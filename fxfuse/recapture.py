@@ -21,6 +21,7 @@ import logging
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,6 +57,9 @@ them."""
 ULPS, LIKE_ROUNDING = 128.0, 4
 """A graph's results may be LIKE_ROUNDING times as far from eager's as eager's own results move when inputs change by
 ULPS ulp. Detectors of transformers with random weights give the same boxes for 1 ulp, and others for 8 to 128."""
+AGAIN: Final = 3
+"""Captures for calls of one kind after which Dynamo is not asked again: it would capture every call anew, as where a
+hook appends to a list, whose length Dynamo guards."""
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
@@ -181,6 +185,7 @@ class Recapture:
         self._settings = settings
         self._calls = 0
         self._failures = 0
+        self._captures = Counter[Any]()
         self._graphs: weakref.WeakSet[FusedModule] = weakref.WeakSet()
         self._run: Callable[..., Any] | None = None
         self._tables: list[Mapping[int, Any]] = []
@@ -222,6 +227,7 @@ class Recapture:
         if self._run is not None and self._hooks() != self._hooks_then:  # Dynamo does not guard hooks
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
+        count = len(self._graphs)
         try:
             with _said("now"), _logged_once(self._logging_once), _whole_graphs():
                 if self._run is None:
@@ -240,7 +246,19 @@ class Recapture:
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
             return python(*args, **kwargs)  # graphs are whole, so nothing has run yet
         self._failures = 0
+        if len(self._graphs) > count:
+            self._count_capture(args, kwargs)
         return result
+
+    def _count_capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Counts the captures for calls of one kind, and gives up if there are many."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+        kind = torch.is_grad_enabled(), *((each.shape, each.dtype, each.requires_grad) for each in tensors)
+        self._captures[kind] += 1
+        if self._captures[kind] == AGAIN:
+            self._failures, self.reason = FAILURES, "it captures calls of one kind anew again and again"
+            self._graphs.clear()
+            logger.info("fxfuse: %s runs as Python: Dynamo: %s", type(self._root()).__name__, self.reason)
 
     @uncollected()
     def _first(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Graphs of Dynamo's that are broken around what no trace can hold: graph_breaks.py."""
+"""Graphs that are broken around what no trace, program or training step can hold: graph_breaks.py."""
 
 import contextlib
 import copy
@@ -273,3 +273,115 @@ def test_modes_with_a_break_inside_are_not_in_parts():
     assert names[-1].count("_enter_autocast") == names[-1].count("_exit_autocast") == 1
     assert sum("_enter_autocast" in one for one in names) == 2
     torch.testing.assert_close(whole(x)[0], Modes()(x))
+
+
+class Asking(nn.Module):
+    """Neither fx nor Dynamo can trace it."""
+
+    def forward(self, x):
+        return x * 2 if float(x.sum()) > 1e9 else x + 1
+
+
+class Broken(nn.Module):
+    """A shape, views and a value that is overwritten go past the module that runs as Python."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.before, self.after = nn.ModuleList(map(linear, (8, 8))), nn.ModuleList(map(linear, (8, 8)))
+        self.between = between
+
+    def forward(self, x):
+        for layer in self.before:
+            x = F.gelu(layer(x)) * 0.5 + x
+        rows, (left, right), turned = x.shape[0], x.chunk(2, -1), x.t()
+        y = self.between(x.tanh())
+        y = y.view(rows, -1) + torch.cat([right, left], -1) + turned.t()
+        y.mul_(0.5)
+        for layer in self.after:
+            y = F.silu(layer(y)) + y
+        return y
+
+
+class Noting(nn.Linear):
+    """A linear with a hook that counts, by something that Dynamo does not trace."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.noted = []
+        self.register_forward_hook(lambda *_: self.noted.append(0))
+
+
+def own_parts(fast):
+    parts = state_of(fast).parts
+    return () if parts is None else parts.each
+
+
+@pytest.mark.parametrize("between", [Asking, Noting])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_graphs_of_fxs_are_broken_around_modules(between, gradients):
+    torch.manual_seed(0)
+    model = Broken(between())
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    nodes = [node.name for node in fast.graph.nodes]
+    assert not any(name.startswith(graph_breaks.PART) for name in nodes), "people read the graph as a whole"
+    for seed in range(12):
+        x = randn(16, 8, seed=seed)
+        if gradients:
+            have, want = (gradients_of(net, x.clone().requires_grad_()) for net in (fast, model))
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+        else:
+            with torch.no_grad():
+                torch.testing.assert_close(fast(x), model(x))
+    first, last = own_parts(fast)
+    for part in (first, last):
+        state = state_of(part)
+        assert len(state.training.steps if gradients else state.programs.programs) == 1
+    if between is Noting:
+        assert len(model.between.noted) == 24, "copies of a model have its hooks"
+    report = fxfuse.explain(fast)
+    assert any("the model runs in parts" in line and "between" in line for line in report.dynamo), report.dynamo
+    found = {region.number for region in state_of(fast).regions}
+    assert found and found == {node.kwargs["region"] for node in fast.graph.nodes if "region" in node.kwargs}
+    assert fxfuse.source(fast)
+
+
+def gradients_of(net, x):
+    result = net(x)
+    loss = (result * torch.arange(result.shape[-1]).cos()).sum()
+    return result, torch.autograd.grad(loss, [x, *net.parameters()])
+
+
+def test_parts_see_what_changes():
+    torch.manual_seed(0)
+    model = Broken(Asking()).eval()
+    fast, x, seen = fxfuse.optimize(model), randn(16, 8), []
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: setattr(fast.before[0], "weight", nn.Parameter(torch.rand(8, 8))),
+            lambda: fast.after[0].bias.mul_(3),
+            lambda: fast.after[1].register_forward_hook(lambda *_: seen.append(0)),
+            lambda: setattr(fast, "between", nn.Tanh()),
+        ):
+            change()
+            reference = Broken(fast.between if isinstance(fast.between, nn.Tanh) else Asking()).eval()
+            reference.load_state_dict(fast.state_dict())
+            for _ in range(9):
+                torch.testing.assert_close(fast(x), reference(x))
+        assert len(seen) == 18
+    twin = copy.deepcopy(fast)
+    torch.testing.assert_close(twin(x), fast(x))
+    assert [*twin.state_dict()] == [*model.state_dict()]
+
+
+@needs_dynamo
+def test_dynamo_is_not_asked_again_where_it_captures_each_call():
+    model, seen = Net(lambda m, x: F.gelu(m.l(x)), l=nn.Sequential(linear(), nn.ReLU())).eval(), []
+    model.l.register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(12):
+            torch.testing.assert_close(fast(randn(4, 8)), F.gelu(F.relu(model.l[0](randn(4, 8)))))
+    assert len(seen) == 12
+    recapture = state_of(fast).recapture
+    assert "again and again" in recapture.reason and not recapture.graphs

@@ -86,7 +86,7 @@ def trains(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     A normalisation by its own statistics that keeps no running ones computes the same in both modes.
     """
     given = _by_name(overload, args, kwargs)
-    keeps_none = "running_mean" in given and given["running_mean"] is None
+    keeps_none = overload._overloadname == "no_stats" or ("running_mean" in given and given["running_mean"] is None)
     return not keeps_none and any(given.get(name) is True for name in ("training", "train", "use_input_stats"))
 
 

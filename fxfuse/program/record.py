@@ -112,18 +112,13 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
         target: Any = node.target
         if is_variable(node) and node.users:
             raise Refused("its arguments are not known one by one")
-        if node.op == "call_module":
-            module = root.get_submodule(str(target))
-            if has_hooks(module):
-                raise Refused(f"'{target}' {why_no_kernel(module)}")
-            if not type(module).__module__.startswith("torch.nn."):
-                raise Refused(f"'{target}' is a {type(module).__name__}, which may do more than compute")
+        refusal = why_refused(root, node)
+        if refusal is not None:
+            raise Refused(refusal)
         if node.op == "get_attr" and is_body(root, node):
             body = root.get_submodule(str(target))
             assert isinstance(body, fx.GraphModule)
             check_graph(body, body.graph, with_gradients)
-        if node.op == "call_method" and (not hasattr(torch.Tensor, str(target)) or target in _METHODS_REFUSED):
-            raise Refused(f"the method '{target}' may do more than compute")
         if getattr(target, "namespace", "").endswith(("c10d_functional", "c10d_functional_autograd")):
             raise Refused(f"'{node}' is a collective, which runs beside what else there is to do")
         if node.op == "call_function":
@@ -141,6 +136,20 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
                 raise Refused(f"'{name or target}' may do more than compute")
     if depth:
         raise Refused("a vmap begins and does not end")
+
+
+def why_refused(root: nn.Module, node: fx.Node) -> str | None:
+    """Why a module or method that a node calls may do more than compute. None if it does not, and for functions."""
+    target = str(node.target)
+    if node.op == "call_method" and (not hasattr(torch.Tensor, target) or target in _METHODS_REFUSED):
+        return f"the method '{target}' may do more than compute"
+    if node.op != "call_module":
+        return None
+    module = root.get_submodule(target)
+    if has_hooks(module):
+        return f"'{target}' {why_no_kernel(module)}"
+    is_known = type(module).__module__.startswith("torch.nn.")
+    return None if is_known else f"'{target}' is a {type(module).__name__}, which may do more than compute"
 
 
 def _is_allowed_in_graphs(function: Any) -> bool:

@@ -15,10 +15,11 @@ from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.cuda_graphs import WITH_GRADIENTS
 from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
-from fxfuse.graph_breaks import parts_of
+from fxfuse.graph_breaks import PART, parts_of
 from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, is_fused, state_of, stops
 from fxfuse.patterns.anchors import noted
 from fxfuse.problem import Plan
+from fxfuse.program.record import why_refused
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
 from fxfuse.report.work import work_of
@@ -168,7 +169,16 @@ def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
                 yield from ((_joined(path, part), trace.get_submodule(part)) for part in parts_of(trace))  # type: ignore[misc]
         elif isinstance(module, FusedModule) and not any(_is_below(path, other) for other in whole):
             used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
-            yield from ((path, trace) for trace in used or [module])
+            for trace in used or [module]:
+                yield from _running(path, trace)
+
+
+def _running(path: str, module: FusedModule) -> Iterator[tuple[str, FusedModule]]:
+    """The graph, or the parts that run in its place and what calls them."""
+    parts = state_of(module).parts
+    yield path, module if parts is None else parts.whole
+    for number, part in enumerate(() if parts is None else parts.each, 1):
+        yield _joined(path, f"{PART}{number}"), part
 
 
 def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
@@ -184,7 +194,7 @@ def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
 
 
 def _dynamo_report(name: str, fast: FusedModule) -> Iterator[str]:
-    """Which modules Dynamo captured, why, and as how many graphs."""
+    """Which modules Dynamo captured, why, and as how many graphs. Which others run in parts."""
     for path, graphs in _recaptured(fast).items():
         module = fast.get_submodule(path)
         assert isinstance(module, FusedModule)
@@ -195,6 +205,11 @@ def _dynamo_report(name: str, fast: FusedModule) -> Iterator[str]:
         yield f"{what} was captured by Dynamo as {count}, since tracing stopped at {reason}"
         for graph in graphs:
             yield from _breaks_report(what, graph)
+    for path, module in _traces(fast):
+        between = _between_parts(module)
+        if between:
+            what = f"'{_joined(name, path)}'" if _joined(name, path) else "the model"
+            yield f"{what} runs in parts: what stands between them ({', '.join(between[:6])}) may do more than compute"
 
 
 def _breaks_report(what: str, graph: FusedModule) -> Iterator[str]:
@@ -210,6 +225,20 @@ def _breaks_report(what: str, graph: FusedModule) -> Iterator[str]:
             f"{what} runs in {len(parts)} parts: what stands between them ({shown}) depends on sizes that data decide, "
             "or has a gradient that cannot be traced, and runs node by node"
         )
+
+
+def _between_parts(module: FusedModule) -> list[str]:
+    """The names of what stands between the parts that this graph calls; none if it calls none."""
+    root, graph = state_of(module).captured.root, state_of(module).captured.graph
+    nodes = () if graph is None else graph.nodes
+    if isinstance(root, fx.GraphModule) or not any(map(_is_part, nodes)):
+        return []
+    return [str(node.target) for node in nodes if why_refused(root, node) is not None]
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node of a graph of fx's calls a part of it."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith(PART)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -395,8 +424,8 @@ def _count(graph: fx.Graph, module: FusedModule) -> int:
 
 
 def _counts(node: fx.Node, module: FusedModule) -> bool:
-    """Whether a node counts as an operation. Calls of fused modules do not: these have graphs that are counted."""
-    if node.op == "call_module" and is_fused(_called(node, module)):
+    """Whether a node counts as an operation. Calls of fused modules and of parts do not: their graphs are counted."""
+    if _is_part(node) or (node.op == "call_module" and is_fused(_called(node, module))):
         return False
     return computes(node)
 
