@@ -1,18 +1,14 @@
 """Breaks graphs around nodes that no program or training step can hold.
 
-In one of Dynamo's these are operators whose results, or gradients, depend on data:
-
-If data decide a size (`tolist`, `nonzero`, a split into the rows of each expert), later sizes differ from call to call.
-Another package's operator may have a gradient that looks at data. A graph with one such node could have neither a
-program nor a training step. So such nodes run one by one, as torch runs them. The nodes between them become graphs of
-their own:
+In Dynamo's graphs data may decide a size (`tolist`, `nonzero`, a split into the rows of each expert), so that later
+sizes differ from call to call. Another package's operator may have a gradient that looks at data. In graphs of fx's
+there may be modules that run as Python, or that have hooks. A graph with one such node could have neither a program nor
+a training step. So such nodes run one by one, as torch runs them. The nodes between them become graphs of their own:
 
     x ─ linear ─ relu ─ topk ─ tolist ─ split ─ cat ─ linear ─ gelu
         └──── part_1 ────┘    (node by node)         └─ part_2 ─┘
 
 The nodes keep their order, and so in-place changes and random numbers keep theirs.
-
-In a graph of fx's they are modules that may do more than compute: those that run as Python, or have hooks.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -65,7 +61,7 @@ def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> f
 def broken_at_modules(
     root: nn.Module, graph: fx.Graph, made: Callable[[fx.Graph], Callable[..., Any]]
 ) -> fx.Graph | None:
-    """One of fx's graphs, broken around what may do more than compute. None if there is nothing, or there are no parts.
+    """One of fx's graphs, broken around what may do more than compute. None if there is no such node, or no part.
 
     Args:
         root: the module whose modules and tensors the graph refers to.
@@ -75,7 +71,28 @@ def broken_at_modules(
     return _broken(graph, apart, lambda whole, part, arguments: whole.call_function(made(part), arguments))
 
 
-Called = Callable[[fx.Graph, fx.Graph, "tuple[fx.Node, ...]"], fx.Node]
+def whole_again(broken: fx.Graph, parts: Mapping[str, fx.Graph]) -> fx.Graph:
+    """One graph, with the nodes of parts in the place of their calls.
+
+    Args:
+        parts: the graphs of the parts, by the names of the functions that `broken` calls for them.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, Any] = {}
+    for node in broken.nodes:
+        part = parts.get(getattr(node.target, "__name__", ""))
+        if part is not None:
+            inputs = (one for one in part.nodes if one.op == "placeholder")
+            given = {one: fx.node.map_arg(arg, copied.__getitem__) for one, arg in zip(inputs, node.args, strict=True)}
+            copied[node] = graph.graph_copy(part, given)
+        elif node.target is operator.getitem and isinstance(copied.get(node.args[0]), tuple):
+            copied[node] = copied[node.args[0]][node.args[1]]
+        else:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    return graph
+
+
+Called: TypeAlias = Callable[[fx.Graph, fx.Graph, tuple[fx.Node, ...]], fx.Node]
 """called(graph, part, arguments): the node in `graph` that calls `part`, a new part."""
 _STAYING: Final = ("placeholder", "get_attr", "output")
 

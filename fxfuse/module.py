@@ -12,7 +12,6 @@ import inspect
 import itertools
 import linecache
 import logging
-import operator
 import threading
 import types
 import weakref
@@ -28,7 +27,7 @@ from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untrac
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.garbage import uncollected
-from fxfuse.graph_breaks import PART, broken_at_modules
+from fxfuse.graph_breaks import PART, broken_at_modules, whole_again
 from fxfuse.hooks import has_hooks
 from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
@@ -108,22 +107,6 @@ class Parts:
     whole: FusedModule
     """Calls the parts and the modules between them."""
     each: tuple[FusedModule, ...]
-
-    def graph(self) -> fx.Graph:
-        """The graph of the whole, with the nodes of the parts in the place of their calls."""
-        graph, bodies = fx.Graph(), {_name(number): part._graph for number, part in enumerate(self.each, 1)}
-        copied: dict[fx.Node, Any] = {}
-        for node in self.whole._graph.nodes:
-            body = bodies.get(getattr(node.target, "__name__", ""))
-            if body is not None:
-                inside = dict(zip((one for one in body.nodes if one.op == "placeholder"), node.args, strict=True))
-                inside = {place: fx.node.map_arg(value, copied.__getitem__) for place, value in inside.items()}
-                copied[node] = graph.graph_copy(body, inside)
-            elif node.target is operator.getitem and isinstance(copied.get(node.args[0]), tuple):
-                copied[node] = copied[node.args[0]][node.args[1]]
-            else:
-                copied[node] = graph.node_copy(node, copied.__getitem__)
-        return graph
 
 
 _STATE: Final = "_fxfuse"
@@ -687,7 +670,8 @@ def _joined(parts: Parts) -> Replaced:
         for found in zip(*((one.regions, one.skipped, one.layouts.conversions) for one in states), strict=True)
     )
     layouts = channels_last.Layouts(sum(one.layouts.convolutions for one in states), conversions)
-    return Replaced(parts.graph(), regions, skipped, layouts)
+    bodies = {_name(number): part._graph for number, part in enumerate(parts.each, 1)}
+    return Replaced(whole_again(parts.whole._graph, bodies), regions, skipped, layouts)
 
 
 def _in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
