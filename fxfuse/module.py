@@ -33,6 +33,7 @@ from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
 from fxfuse.program import Program, Programs
+from fxfuse.program.record import why_refused
 from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
 from fxfuse.state import Attributes, same_attributes
@@ -93,7 +94,8 @@ class FusedState:
     is_part: bool = False
     """Whether another module runs this one as a part of its graph. That module looks after hooks, modes and changes."""
     parts: Parts | None = None
-    """What runs in the place of the graph's own code, if some modules in it may do more than compute."""
+    """What runs in the place of the graph's own code, if some modules in it may do more than compute. None before the
+    first call for which Dynamo has no graph."""
     is_prepared: bool = False
     """Whether the first call has compiled the kernels. Used for graphs of which a part runs as Python (`_prepared`)."""
     forget: Callable[[], Any] | None = None
@@ -150,12 +152,16 @@ class FusedModule(fx.GraphModule):
         state.own_attributes = frozenset(self.__dict__)
 
     @uncollected()
-    def _derive(self, captured: Captured) -> None:
-        """Makes the graph, and what the report says about it, from the captured model in its present mode."""
+    def _derive(self, captured: Captured, parts: Parts | None = None) -> None:
+        """Makes the graph, and what the report says about it, from the captured model in its present mode.
+
+        Args:
+            parts: parts of the captured graph, in which calls are to run.
+        """
         state = state_of(self)
         if state.forget is not None:
             state.forget()
-        state.captured, state.variants = captured, {}
+        state.captured, state.variants, state.parts = captured, {}, parts
         state.modes, state.structure = ((), Structure()) if state.is_part else (_modes(captured), _structure(captured))
         is_own = not (state.is_variant or state.is_part)
         if state.recapture is None and is_own and not is_disabled() and _suits_dynamo(captured):
@@ -166,8 +172,7 @@ class FusedModule(fx.GraphModule):
             self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
             replaced = Replaced(_python_graph())
         else:
-            state.parts = None if state.is_part else _parts(captured, state.settings)
-            replaced = with_regions_replaced(captured, state.settings) if state.parts is None else _joined(state.parts)
+            replaced = with_regions_replaced(captured, state.settings) if parts is None else _joined(parts)
         state.regions, state.skipped, state.layouts = replaced.regions, replaced.skipped, replaced.layouts
         finalizer = weakref.finalize(self, plans.forget, [region.number for region in replaced.regions])
         finalizer.atexit = False
@@ -205,7 +210,7 @@ class FusedModule(fx.GraphModule):
             if state.captured.graph is None and has_own_call(state.captured.root):
                 type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
             state.programs = Programs(state.captured.root, self._graph)
-            if state.parts is not None:
+            if state.parts is not None or _may_have_parts(state):
                 type(self).forward = _in_parts(type(self).forward)
             if state.programs.reason is None:
                 type(self).forward = _programmed(type(self).forward)
@@ -634,11 +639,17 @@ def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(trained)
 
 
+def _may_have_parts(state: FusedState) -> bool:
+    """Whether there are modules in a graph that no program can hold, so that what is between them may have programs."""
+    root, graph = state.captured.root, state.captured.graph
+    if graph is None or state.is_part or isinstance(root, fx.GraphModule) or is_disabled():
+        return False
+    return any(why_refused(root, node) is not None for node in graph.nodes)
+
+
 def _parts(captured: Captured, settings: Settings) -> Parts | None:
     """The parts of a graph between modules that may do more than compute; None if there are none that are worth it."""
     assert captured.graph is not None
-    if is_disabled() or isinstance(captured.root, fx.GraphModule):
-        return None
     each: list[FusedModule] = []
 
     def made(graph: fx.Graph) -> Callable[..., Any]:
@@ -675,14 +686,27 @@ def _joined(parts: Parts) -> Replaced:
 
 
 def _in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, the graph's own code, or its parts in its place. A compiler gets the code as a whole."""
+    """`forward`, the graph's own code, or its parts in its place. A compiler gets the code as a whole.
+
+    The parts are made at the first call that Dynamo neither computes nor may compute later: few models need them.
+    """
+    is_known = False
 
     @functools.wraps(forward)
     def in_parts(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        parts = state_of(self).parts
-        if parts is None or torch.compiler.is_compiling():
+        nonlocal is_known
+        state = state_of(self)
+        if torch.compiler.is_compiling() or recapture.is_waiting():
             return forward(self, *args, **kwargs)
-        return type(parts.whole).forward(parts.whole, *args, **kwargs)
+        if state.parts is None and not is_known and not stream_capture.is_underway():
+            with state.lock:
+                parts = None if is_known else _parts(state.captured, state.settings)
+                is_known = True
+                if parts is not None:
+                    self._derive(state.captured, parts)
+        if state.parts is None:
+            return forward(self, *args, **kwargs)
+        return type(state.parts.whole).forward(state.parts.whole, *args, **kwargs)
 
     return _with_own_code(in_parts)
 
