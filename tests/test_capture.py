@@ -1579,11 +1579,12 @@ def test_what_a_forward_does_to_others_happens_once():
     model = Model().eval()
     fast = fxfuse.optimize(model)
     SEEN.clear()  # fx ran it, too
-    for calls in range(1, 7):
+    for calls in range(1, 9):
         fast(torch.randn(4, 8))
         assert [4] * calls == SEEN
-    skip_if_python(fast)
-    assert state_of(fast).recapture.graphs
+        if calls == 4:  # later Dynamo is not asked any more: it guards the length of the list
+            skip_if_python(fast)
+            assert state_of(fast).recapture.graphs
 
 
 # ------------------------------------------------------------------ Python's own functions while others trace
