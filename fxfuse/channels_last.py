@@ -252,7 +252,8 @@ class _Known:
         self.dimensions: dict[fx.Node, int] = {}
         self.origins: dict[fx.Node, frozenset[fx.Node]] = {}
         self.tied: list[list[fx.Node]] = []
-        self._permuted: set[fx.Node] = set()  # values with permuted sources, whose strides are noted
+        self._permuted = {node for node in graph.nodes if is_permuted(node)}
+        self._noted: set[fx.Node] = set()  # values with permuted sources, whose strides are noted
         self.mutations = Mutations(root, graph)
         self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in graph.nodes)
         roles = {node: role_of(root, node) for node in graph.nodes}
@@ -269,7 +270,7 @@ class _Known:
             self.dimensions.setdefault(node, role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs))
             pictures.add(node)
             # without noted strides, values with permuted sources are in channels_last in eager, or in neither layout
-            if not any(map(is_never_contiguous, self.origins[node])):
+            if self._permuted.isdisjoint(self.origins[node]):
                 self.roles[node] = role
         self._sizes_are_noted = all(known_elements(node) is not None for node in self.roles)
         for memory in _merged(self.mutations.visible()):
@@ -295,12 +296,12 @@ class _Known:
         if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
             return frozenset({node})
         origins = frozenset[fx.Node]().union(*(self.origins[arg] for arg in node.all_input_nodes))
-        permuted = frozenset(filter(is_permuted, origins))
+        permuted = origins & self._permuted
         if permuted and may_copy(node):
             return frozenset({node})
-        if noted_strides(node) is None or not (permuted or self._permuted.intersection(node.all_input_nodes)):
+        if noted_strides(node) is None or not (permuted or self._noted.intersection(node.all_input_nodes)):
             return origins
-        self._permuted.add(node)
+        self._noted.add(node)
         return origins - permuted
 
     def _is_stranger(self, node: fx.Node) -> bool:
@@ -347,7 +348,7 @@ class _Known:
 
     def strides(self, node: fx.Node) -> tuple[int, ...] | None:
         """The strides of a node's value in eager, if its origins are contiguous; None if it is contiguous then."""
-        strides = noted_strides(node) if node in self._permuted or is_permuted(node) else None
+        strides = noted_strides(node) if node in self._noted or node in self._permuted else None
         return None if strides is None or strides == contiguous_strides(noted(node).shape) else strides
 
     def is_in_channels_last(self, node: fx.Node) -> bool:
