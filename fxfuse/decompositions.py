@@ -19,7 +19,17 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fxfuse.long_rows import by_channel, exact, mean_of, of_all_parts, statistics_of_parts, sum_of, variance_of
+from fxfuse.long_rows import (
+    affine,
+    affine_by_channel,
+    by_channel,
+    exact,
+    mean_of,
+    of_all_parts,
+    statistics_of_parts,
+    sum_of,
+    variance_of,
+)
 from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
@@ -136,9 +146,7 @@ def _layer_norm(
     from another mean, and be large where the numbers of a row are nearly equal."""
     x, dtype = x.contiguous(), x.dtype
     made, mean, scale = _normalised(exact(x), list(range(x.dim() - len(sides), x.dim())), eps)
-    made = made if weight is None else made * weight
-    made = made if bias is None else made + bias
-    return made.to(dtype), mean, scale
+    return affine(made, weight, bias).to(dtype), mean, scale
 
 
 def _group_norm(
@@ -148,9 +156,7 @@ def _group_norm(
     """As torch's rule, but statistics are not rounded, and deviations are from the mean on a CPU, too."""
     parts = exact(x).reshape(images, groups, channels // groups, pixels)
     made, mean, scale = _normalised(parts, [2, 3], eps)
-    made = made.view(x.shape)
-    made = made if weight is None else made * by_channel(weight, x)
-    made = made if bias is None else made + by_channel(bias, x)
+    made = affine_by_channel(made.view(x.shape), weight, bias)
     return made.to(x.dtype), mean.view(images, groups), scale.view(images, groups)
 
 
@@ -173,9 +179,7 @@ def _batch_norm(
     statistics = statistics_of_parts(x)
     mean, variance = (each.flatten() for each in of_all_parts(*statistics, [0, 1]))
     scale = torch.rsqrt(variance + eps)
-    made = (exact(x) - by_channel(mean, x)) * by_channel(scale, x)
-    made = made if weight is None else made * by_channel(weight, x)
-    made = made if bias is None else made + by_channel(bias, x)
+    made = affine_by_channel((exact(x) - by_channel(mean, x)) * by_channel(scale, x), weight, bias)
     count = x.numel() // x.shape[1]
     unbiased = variance * (count / max(count - 1, 1))
     counted = [

@@ -29,7 +29,7 @@ from fxfuse.program.record import why_refused
 from fxfuse.row_padding import is_view
 
 PART: Final = "fxfuse_part_"
-"""The beginning of the names of parts, which are submodules of the broken graph."""
+"""The beginning of the names of parts: of submodules of a graph of Dynamo's, and of functions in one of fx's."""
 WORTH: Final = 12
 """Fewest operations that are worth a part: a training step costs the CPU as much as some ten operators."""
 _OWN: Final = frozenset({"aten", "prims", "prim", "higher_order", "fxfuse"})
@@ -50,7 +50,7 @@ def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> f
     """
 
     def called(graph: fx.Graph, part: fx.Graph, arguments: tuple[fx.Node, ...]) -> fx.Node:
-        name = next(name for name in map(f"{PART}{{}}".format, itertools.count(1)) if not hasattr(gm, name))
+        name = next(name for name in map(part_name, itertools.count(1)) if not hasattr(gm, name))
         gm.add_submodule(name, made(fx.GraphModule(gm, part)))
         return graph.call_module(name, arguments)
 
@@ -114,6 +114,11 @@ def _broken(whole: fx.Graph, apart: set[fx.Node], called: Called) -> fx.Graph | 
         if is_part:
             _add_part(graph, [node for node in nodes if node.op != "get_attr"], copied, called)
     return graph if parts else None
+
+
+def part_name(number: int) -> str:
+    """The name of a part."""
+    return f"{PART}{number}"
 
 
 def parts_of(module: nn.Module) -> list[str]:

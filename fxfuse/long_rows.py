@@ -135,6 +135,17 @@ def by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return values.view([1, -1, *([1] * (x.dim() - 2))])
 
 
+def affine(made: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """`made`, scaled by the weight and shifted by the bias, if they are given."""
+    made = made if weight is None else made * weight
+    return made if bias is None else made + bias
+
+
+def affine_by_channel(made: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same with a number of each for every channel of images."""
+    return affine(made, *(None if each is None else by_channel(each, made) for each in (weight, bias)))
+
+
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
     exponents = _exponents(x, dim)
     if exponents is NotImplemented:
@@ -166,9 +177,7 @@ def _layer_norm(
     if found is NotImplemented:
         return NotImplemented
     made, mean, scale = found
-    made = made if weight is None else made * weight
-    made = made if bias is None else made + bias
-    return made.to(x.dtype), mean, scale
+    return affine(made, weight, bias).to(x.dtype), mean, scale
 
 
 def _group_norm(
@@ -179,9 +188,7 @@ def _group_norm(
     if found is NotImplemented:
         return NotImplemented
     made, mean, scale = found
-    made = made.view(x.shape)
-    made = made if weight is None else made * by_channel(weight, x)
-    made = made if bias is None else made + by_channel(bias, x)
+    made = affine_by_channel(made.view(x.shape), weight, bias)
     return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
@@ -200,9 +207,7 @@ def _group_norm_in_channels_last(
     assert means is not None
     mean, variance = (each.transpose(1, 2) for each in of_all_parts(means, variances, [1, 3]))
     made = (exact(x).unflatten(1, (groups, channels)).flatten(3) - mean) * torch.rsqrt(variance + eps)
-    made = made.flatten(1, 2).view(x.shape)
-    made = made if weight is None else made * by_channel(weight, x)
-    made = made if bias is None else made + by_channel(bias, x)
+    made = affine_by_channel(made.flatten(1, 2).view(x.shape), weight, bias)
     return made.to(x.dtype).contiguous(memory_format=FORMATS[x.dim()])
 
 

@@ -27,7 +27,7 @@ from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untrac
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.garbage import uncollected
-from fxfuse.graph_breaks import PART, broken_at_modules, whole_again
+from fxfuse.graph_breaks import broken_at_modules, part_name, whole_again
 from fxfuse.hooks import has_hooks
 from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
@@ -100,6 +100,11 @@ class FusedState:
     """Whether the first call has compiled the kernels. Used for graphs of which a part runs as Python (`_prepared`)."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
+
+    @property
+    def running(self) -> tuple[FusedState, ...]:
+        """The states of all graphs that may have programs and training steps: of this one, and of its parts."""
+        return (self, *map(state_of, () if self.parts is None else self.parts.each))
 
 
 @dataclass(frozen=True)
@@ -354,8 +359,7 @@ _living: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
 def listing_of(module: FusedModule, name: str) -> Listing:
     """The Listing of a module's graph, for people: its captured and fused form, its regions and its programs."""
     state = state_of(module)
-    running = (state, *map(state_of, () if state.parts is None else state.parts.each))
-    programs = tuple(program for one in running if one.programs is not None for program in one.programs.programs)
+    programs = tuple(program for one in state.running if one.programs is not None for program in one.programs.programs)
     return Listing(name, state.captured.graph, module._graph, state.regions, programs)
 
 
@@ -659,18 +663,13 @@ def _parts(captured: Captured, settings: Settings) -> Parts | None:
             return type(part).forward(part, *args)
 
         each.append(part)
-        run.__name__ = _name(len(each))
+        run.__name__ = part_name(len(each))
         return run
 
     graph = broken_at_modules(captured.root, captured.graph, made)
     if graph is None:
         return None
     return Parts(FusedModule(Captured(captured.root, graph), settings, is_part=True), tuple(each))
-
-
-def _name(number: int) -> str:
-    """The name of the function that runs a part."""
-    return f"{PART}{number}"
 
 
 def _joined(parts: Parts) -> Replaced:
@@ -681,7 +680,7 @@ def _joined(parts: Parts) -> Replaced:
         for found in zip(*((one.regions, one.skipped, one.layouts.conversions) for one in states), strict=True)
     )
     layouts = channels_last.Layouts(sum(one.layouts.convolutions for one in states), conversions)
-    bodies = {_name(number): part._graph for number, part in enumerate(parts.each, 1)}
+    bodies = {part_name(number): part._graph for number, part in enumerate(parts.each, 1)}
     return Replaced(whole_again(parts.whole._graph, bodies), regions, skipped, layouts)
 
 

@@ -69,7 +69,7 @@ def _graphs(module: nn.Module, path: str, seen: set[int]) -> Iterator[Listing]:
         others: list[nn.Module] = list(state.variants.values())
         if state.recapture is not None:
             others += state.recapture.graphs
-        for running in (state, *map(state_of, () if state.parts is None else state.parts.each)):
+        for running in state.running:
             if running.training is not None:
                 others += [graph for step in running.training.steps for _, graph in step.graphs]
         for other in others:

@@ -15,7 +15,7 @@ from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.cuda_graphs import WITH_GRADIENTS
 from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
-from fxfuse.graph_breaks import PART, parts_of
+from fxfuse.graph_breaks import PART, part_name, parts_of
 from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, is_fused, state_of, stops
 from fxfuse.patterns.anchors import noted
 from fxfuse.problem import Plan
@@ -178,7 +178,7 @@ def _running(path: str, module: FusedModule) -> Iterator[tuple[str, FusedModule]
     parts = state_of(module).parts
     yield path, module if parts is None else parts.whole
     for number, part in enumerate(() if parts is None else parts.each, 1):
-        yield _joined(path, f"{PART}{number}"), part
+        yield _joined(path, part_name(number)), part
 
 
 def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
