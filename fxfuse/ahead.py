@@ -108,22 +108,35 @@ def of_this_call() -> Ahead | None:
     return getattr(_calls, "ahead", None)
 
 
-def run_without_data(root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> None:
+def run_without_data(
+    root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any],
+    foresee: Mapping[Any, Callable[[Any, Any, Any], None]],
+) -> None:  # fmt: skip
     """Runs `graph` on fake tensors. The model's tensors do not change. Raises what an operator that needs data raises.
 
     Args:
         root: the module whose submodules the graph calls. Those are torch's own (`program.record.check_graph`).
         given: the values of placeholders and attributes.
+        foresee: for functions of the graph, what is called with (arguments, keyword arguments, result) of each call.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fakes = {node: pytree.tree_map_only(torch.Tensor, mode.from_tensor, value) for node, value in given.items()}
-        _WithoutData(root, graph, mode).run(initial_env=fakes, enable_io_processing=False)
+        _WithoutData(root, graph, mode, foresee).run(initial_env=fakes, enable_io_processing=False)
 
 
 class _WithoutData(fx.Interpreter):
-    def __init__(self, root: nn.Module, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, mode: FakeTensorMode,
+        foresee: Mapping[Any, Callable[[Any, Any, Any], None]],
+    ) -> None:  # fmt: skip
         super().__init__(root, graph=graph)
-        self._mode = mode
+        self._mode, self._foresee = mode, foresee
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if target in self._foresee:
+            self._foresee[target](args, kwargs, result)
+        return result
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._faked(self.fetch_attr(target))(*args, **kwargs)

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from helpers import ON_GPU
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import fxfuse
 from fxfuse import ahead, build, plans
 from fxfuse.problem import Problem
-from fxfuse.program import sources
+from fxfuse.program import attention, sources
 from fxfuse.state import TorchRandomState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -230,3 +231,17 @@ def test_verify_sees_kernels_although_the_first_call_is_torchs(monkeypatch: pyte
     monkeypatch.setattr(plans, "_draft", wrong)
     model = partly_python([])
     assert not fxfuse.verify(model, fxfuse.optimize(model), (torch.randn(3, 8),))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("drafted")
+def test_calls_of_attention_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their fake tensors, in the first call, so that their kernels compile beside those of regions."""
+    calls: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(attention, "begin", lambda args, kwargs, result: calls.append((*args, result)))
+    model = Attention()
+    fast = fxfuse.optimize(model)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(fast(x), model(x))
+    ((query, *_, result),) = calls
+    assert isinstance(query, FakeTensor) and query.shape == result.shape

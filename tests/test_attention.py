@@ -26,7 +26,7 @@ def described(query, key, value, mask, out, scale=0.3, **device):
     return attention.Problem(
         batch, key.shape[1], heads // key.shape[1], queries, key.shape[2], width, query.dtype,
         None if mask is None else mask.dtype, *(tensor.stride()[:3] for tensor in (query, key, value, out)),
-        mask_strides=mask_strides, scale=scale, **device,
+        mask_strides=mask_strides, mask_alignment=16, scale=scale, **device,
     )  # fmt: skip
 
 
@@ -39,6 +39,16 @@ PROBLEMS = [
     (2, 1, 4, 2, 1000, 128, torch.bfloat16, torch.bool, True, 16),
     (1, 3, 1, 3, 5, 80, torch.bfloat16, torch.bool, True, 2),
     (1, 1, 1, 1, 150, 256, torch.float16, torch.float32, False, 8),
+    # many queries
+    (2, 3, 1, 49, 49, 32, torch.bfloat16, torch.bfloat16, True, 2),
+    (1, 2, 1, 130, 77, 64, torch.float16, None, False, 2),
+    (1, 2, 2, 70, 133, 40, torch.bfloat16, torch.bool, True, 2),
+    (2, 1, 1, 20, 9, 24, torch.float16, torch.float32, True, 2),
+    (1, 1, 1, 200, 100, 128, torch.bfloat16, torch.float32, True, 2),
+    (2, 2, 1, 49, 49, 32, torch.float32, torch.float32, True, 2),
+    (1, 2, 1, 70, 300, 64, torch.float32, None, False, 2),
+    (1, 1, 3, 9, 50, 128, torch.float32, torch.bool, True, 2),
+    (1, 2, 1, 33, 17, 8, torch.float32, torch.float32, False, 2),
 ]
 
 
@@ -87,8 +97,8 @@ def test_blocks_share_the_keys_of_few_heads():
 @pytest.mark.parametrize(
     ("query", "key"),
     [
-        ((1, 9, 1, 64), (1, 1, 100, 64)),  # more queries than one instruction has columns for
-        ((1, 2, 9, 64), (1, 2, 100, 64)),
+        ((1, 2, 90, 160), (1, 2, 100, 160)),  # more channels than a warp has registers for with many queries
+        ((1, 2, 90, 60), (1, 2, 100, 60)),  # no multiple of 8 channels
         ((1, 2, 1, 130), (1, 2, 100, 130)),  # no multiple of 16 bytes
         ((1, 2, 1, 256), (1, 2, 100, 256)),  # more channels than a warp has registers for
         ((1, 2, 1, 64), (1, 2, 0, 64)),

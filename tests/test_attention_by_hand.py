@@ -16,6 +16,11 @@ from torch import nn
 
 import fxfuse
 import fxfuse.program
+from fxfuse import build
+from fxfuse.cuda import attention as kernels
+from fxfuse.cuda import codegen
+from fxfuse.expression import Acc
+from fxfuse.layout import contiguous_strides
 from fxfuse.module import state_of
 from fxfuse.problem import Problem, TensorMeta
 from fxfuse.program import attention
@@ -186,7 +191,9 @@ def choices(monkeypatch):
     assert where("emulated", monkeypatch) == "cpu"
     asked = []
 
-    def by_hand(device, tensors, added, scale):
+    def by_hand(device, tensors, added, scale, period):
+        if period:
+            return None
         asked.append((tensors, added, scale))
         query, _, value = tensors
         batch, count, rows, _ = query.shape
@@ -202,6 +209,34 @@ def choices(monkeypatch):
         return found.transpose(1, 2).contiguous().transpose(1, 2), None
 
     monkeypatch.setattr(attention, "function_of", {"an operator": as_on_a_gpu}.get)
+    return asked
+
+
+@pytest.fixture
+def own_choices(choices, monkeypatch):
+    """The same for kernels of ours: what is asked, and the kernel. Other attention stays as it was written."""
+    asked = []
+
+    def by_hand(device, tensors, added, scale, period):
+        query, key, value = (
+            one.strides if attention.in_rows(one.strides) else contiguous_strides(one.shape) for one in tensors
+        )
+        (batch, count, rows, width), (*_, keys, _) = (one.shape for one in tensors[:2])
+        of_mask = [0] * 4 if added is None else [n * (added.shape[dim] > 1) for dim, n in enumerate(added.strides)]
+        problem = kernels.Problem(
+            batch, count, 1, rows, keys, width, tensors[0].dtype, None if added is None else added.dtype, query[:3],
+            key[:3], value[:3], attention._by_rows(tensors[0].shape)[:3], tuple(of_mask), period, scale,
+            mask_alignment=16,
+        )  # fmt: skip
+        made = kernels.candidates(problem) if tensors[2].shape[3] == width else ()
+        kernel = next((kernel for kernel in made if not kernel.workspace), None)
+        asked.append((tensors, added, scale, period, kernel))
+        if kernel is None:
+            return None
+        source = build.Source(codegen.generate(Acc(), tensors[0].dtype, (), kernel), (8, 0), kernel.name)
+        return attention.Own(kernel, fxfuse.program.merge.build.load_each([source])[0])
+
+    monkeypatch.setattr(attention, "by_hand", by_hand)
     return asked
 
 
@@ -259,6 +294,29 @@ def test_attention_is_found_however_it_is_written(name, dtype, choices):
     assert program.calls["as_on_a_gpu"] == 1 and not program.calls["bmm"], program.code
     _, added, _ = choices[0]
     assert (None if added is None else added.shape) == ADDED[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FOUND)
+def test_kernels_of_ours_attend_wherever_they_can(name, dtype, own_choices):
+    forward, rows = FOUND[name]
+    program = compared(model_of(forward).to(dtype), *arguments(forward, rows, dtype), dtype=dtype)
+    *_, (_, _, _, _, kernel) = own_choices
+    assert (kernel is None) == (name == "other lengths"), kernel
+    assert bool(program.calls["bmm"]) == (kernel is None), program.code
+
+
+@torch.no_grad()
+def test_windows_are_batches_and_their_masks_repeat(own_choices):
+    """So queries, keys and values are read where their linear writes them, and the queries' factor is attention's."""
+    forward, rows = FOUND["windows"]
+    program = compared(model_of(forward), *arguments(forward, rows, torch.float32), dtype=torch.float32)
+    ((tensors, added, scale, period, _),) = own_choices
+    assert (tensors[0].shape, added.shape, period) == ((3 * BATCH, HEADS, 4, CHANNELS), (3, HEADS, 4, 4), 3)
+    assert scale == pytest.approx(CHANNELS**-0.5)
+    assert len({tensor.slot for tensor in tensors}) == 1
+    assert len(program.steps) == 5, program.steps  # two linears with a pass, what is added, attention
 
 
 @torch.no_grad()
@@ -351,7 +409,7 @@ def test_an_operator_that_refused_a_call_is_not_called_so_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     metas = [TensorMeta.of(torch.empty(2, 3, 5, 8), torch.device("cpu")) for _ in range(3)]
     for replayed in (False, True):  # which are measured apart
-        options = (("scale", 0.5),)
+        options = (("scale", 0.5), ("period", 0))
         problem = Problem(attention.BY_HAND, options, "acc", metas[0], None, None, tuple(metas[1:]), replayed=replayed)
         assert attention._if_quicker.__wrapped__(problem) is None
     assert len(calls) == 1

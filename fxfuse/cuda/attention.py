@@ -1,8 +1,11 @@
-"""Attention kernels for few queries and many keys, such as one token and a cache (kernels/attention.cuh).
+"""Attention kernels. `candidates` turns a problem into instantiations of templates. Nothing here needs a GPU.
 
-torch's kernels use one or a few thread blocks for each head, which read its keys and values one tile after the other.
-With few heads most of the GPU is idle. Here as many thread blocks share a head's keys as the GPU can hold.
-`candidates` turns a problem into instantiations of the template. Nothing here needs a GPU.
+Few queries and many keys, such as one token and a cache (kernels/attention.cuh): torch's kernels use one or a few
+thread blocks for each head, which read its keys and values one tile after the other. With few heads most of the GPU is
+idle. Here as many thread blocks share a head's keys as the GPU can hold.
+
+Many queries (kernels/attention_tiles.cuh): torch's quick kernels take no tensor that is added to the scores, and its
+other kernel reads such a tensor slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from fxfuse.cuda.gemm import shared_sums_bytes
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
 
-DOTS_HEADER, MMA_HEADER = "attention_dots.cuh", "attention_mma.cuh"
+DOTS_HEADER, MMA_HEADER, TILES_HEADER = "attention_dots.cuh", "attention_mma.cuh", "attention_tiles.cuh"
 ACCESS: Final = 16
 """Bytes of a vector access."""
 MOST_ROWS: Final = 8
@@ -38,6 +41,20 @@ FREELY: Final = 0.9
 MAX_GRID_YZ: Final = 65535
 MOST_KEYS: Final = 2**30
 """Most keys: the kernel counts them in int, up to some tiles beyond the end."""
+MOST_SHARED: Final = 80 << 10
+"""Most bytes of shared memory for tiles of keys and values: two blocks have room beside each other."""
+TILES_OF_KEYS: Final = {2: (64, 32, 16), 4: (32, 16)}
+"""Keys of a tile of keys and values, by the bytes of an element."""
+MOST_CHANNELS_OF_TILES: Final = 128
+MOST_BYTES: Final = 384
+"""Most bytes of a query for which a thread has registers beside those for more than the smallest tile of keys."""
+FLASH: Final = 512
+"""Most keys without a mask in 16 bits: with more, torch's flash attention is quicker by more than a call takes longer
+than a launch."""
+MMA_ROWS: Final = 16
+"""Queries of a tensor core instruction."""
+MOST_WARPS: Final = 4
+"""Of a block with tiles of queries."""
 
 Strides: TypeAlias = tuple[int, int, int]
 """Strides of batch, head and row, in elements."""
@@ -45,9 +62,9 @@ Strides: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """out[b, h, l] = softmax(q[b, h, l] . k[b, h // group] * scale + mask[b, h, l]) . v[b, h // group] for query l.
+    """out[b, h, l] = softmax(q[b, h, l] . k[b, h // group] * scale + mask[b % p, h, l]) . v[b, h // group] for query l.
 
-    Channels are contiguous in q, k, v and out.
+    p is `mask_period`. Channels are contiguous in q, k, v and out.
     """
 
     batch: int
@@ -66,9 +83,13 @@ class Problem:
     out: Strides
     mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Strides of batch, head, query and key; 0 where the mask broadcasts."""
+    mask_period: int = 0
+    """Batches after which the mask repeats, as those of an image's windows do; 0 if it does not."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
+    mask_alignment: int = 1
+    """The same for the mask's address."""
     multiprocessors: int = 108
     largest_cluster: int = 1
     """Blocks of the largest cluster that the GPU supports."""
@@ -78,6 +99,14 @@ class Problem:
         """Whether queries that share keys also share the mask."""
         _, head, query, _ = self.mask_strides
         return (self.group == 1 or head == 0) and (self.queries == 1 or query == 0)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether what the mask adds for keys 2 * i and the next lies in one aligned piece."""
+        *others, of_key = self.mask_strides
+        if self.mask is None or of_key != 1 or any(stride % 2 for stride in others):
+            return False
+        return self.mask_alignment % (2 * self.mask.itemsize) == 0
 
 
 def largest_cluster(capability: tuple[int, int]) -> int:
@@ -92,13 +121,15 @@ def candidates(problem: Problem) -> list[Kernel]:
     """
     rows, size = problem.group * problem.queries, problem.element.itemsize
     moves = math.gcd(*(stride * size for strides in (problem.q, problem.k, problem.v) for stride in strides))
-    if rows > MOST_ROWS or problem.width > MOST_CHANNELS[size] or problem.width * size % ACCESS:
+    if problem.width > MOST_CHANNELS[size] or problem.width * size % ACCESS:
         return []
     if math.gcd(moves, problem.alignment, ACCESS) < ACCESS or any(stride % 2 for stride in problem.out):
         return []
     sizes = (problem.batch, problem.key_heads, problem.keys, problem.queries)
     if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or problem.keys > MOST_KEYS:
         return []
+    if rows > MOST_ROWS:
+        return _of_many_queries(problem)
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
     heads, tiles = problem.batch * problem.key_heads, -(-problem.keys // warp.keys)
@@ -117,6 +148,49 @@ def candidates(problem: Problem) -> list[Kernel]:
     if of_half > 1:
         choices.append((half, min(of_half, MOST_SPLITS), "kWorkspace"))
     return [_kernel(problem, warp, rows, *choice) for choice in choices]
+
+
+def _of_many_queries(problem: Problem) -> list[Kernel]:
+    width, size = problem.width, problem.element.itemsize
+    # two tiles of keys and of values, with padded rows
+    room = MOST_SHARED // (4 * (width * size + ACCESS)) if width * size <= MOST_BYTES else TILES_OF_KEYS[size][-1]
+    tiles = [keys for keys in TILES_OF_KEYS[size] if keys <= room]
+    if width % 8 or width > MOST_CHANNELS_OF_TILES:
+        return []
+    if problem.mask is None and size == 2 and problem.keys > FLASH:
+        return []
+    enough = [keys for keys in tiles if keys >= problem.keys]
+    keys = enough[-1] if enough else tiles[0]
+    warps = min(MOST_WARPS, -(-problem.group * problem.queries // MMA_ROWS))
+    mma = "Tf32x3" if problem.element == torch.float32 else _MMA[problem.element]
+    mask = "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
+    pairs = str(problem.reads_pairs).lower()
+    sizes, blocks = f"{width}, {keys}, {warps}", _blocks(problem, MMA_ROWS * warps)
+    element = str(problem.element).removeprefix("torch.")
+    return [
+        Kernel(
+            name=f"attention {element} {width}, tiles of {MMA_ROWS * warps}x{keys}",
+            header=TILES_HEADER,
+            type=f"TiledAttention<{mma}, {mask}, {sizes}, {pairs}, {blocks}, {{output}}, {{epilogue}}>",
+            params=_params(problem, 1),
+        )
+    ]
+
+
+def _blocks(problem: Problem, rows: int) -> int:
+    """How many blocks, of `rows` queries each, share a multiprocessor's registers.
+
+    With 64 channels in 16 bits that may be three or four. Then as few places as possible are left empty while the last
+    blocks run.
+    """
+    if problem.width <= 32:
+        return 4
+    if problem.width > 64:
+        return 2
+    if problem.element == torch.float32:
+        return 3
+    blocks = problem.batch * problem.key_heads * -(-problem.group * problem.queries // rows)
+    return min((3, 4), key=lambda count: count * -(-blocks // (count * problem.multiprocessors)))
 
 
 @dataclass(frozen=True)
@@ -167,7 +241,7 @@ def _workspace_bytes(problem: Problem, rows: int, splits: int) -> int:
 def _params(problem: Problem, splits: int) -> bytes:
     """The struct AttentionProblem of attention.cuh, packed."""
     return struct.pack(
-        "<22qd",
+        "<23qd",
         problem.batch,
         problem.key_heads,
         problem.group,
@@ -179,5 +253,6 @@ def _params(problem: Problem, splits: int) -> bytes:
         *problem.v,
         *problem.out,
         *problem.mask_strides,
+        problem.mask_period or problem.batch,
         problem.scale,
     )

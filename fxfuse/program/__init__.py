@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ahead, build, functional, guard, recapture, stream_capture
@@ -393,7 +394,8 @@ class Programs:
 
     def _without_data(self, bound: Bound) -> None:
         try:
-            ahead.run_without_data(self._root, self._graph, self._binding.values(bound))
+            foresee = {F.scaled_dot_product_attention: attention.begin}
+            ahead.run_without_data(self._root, self._graph, self._binding.values(bound), foresee)
         finally:
             device = device_of(bound.tensors)
             if device is not None and device.type == "cuda":  # a CPU has enough to do with this call

@@ -1,33 +1,37 @@
 """Contests between attention kernels, decided by measuring.
 
-`planned` replaces torch's attention of few queries by a kernel of ours (cuda/attention.py). Decoding tokens needs such
-attention: one query, or a few, for each head, and a long cache of keys and values. `by_hand` replaces the products and
-softmax of a model that writes attention out by one of torch's attention operators (attention_by_hand.py).
+`planned` replaces torch's attention by a kernel of ours (cuda/attention.py). `by_hand` replaces the products and
+softmax of a model that writes attention out, by one of torch's attention operators or by a kernel of ours
+(attention_by_hand.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from fxfuse import packaged, stream_capture
+from fxfuse import ahead, build, events, packaged, stream_capture
 from fxfuse.cuda import attention, exactness, gpu, tune
-from fxfuse.errors import FxfuseError
-from fxfuse.expression import Operand
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.errors import BuildError, FxfuseError, MissingKernelError, ToolchainError
+from fxfuse.expression import Call as Term
+from fxfuse.expression import Const, Expr, Operand
 from fxfuse.problem import Problem, Run, TensorMeta
 from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
 from fxfuse.program.observed import function_of
-from fxfuse.program.own_kernels import may_compute, problem_of, quickest
-from fxfuse.program.values import Call, Launch, Value, alignment, is_plain, written_by
+from fxfuse.program.own_kernels import candidate as candidate_of
+from fxfuse.program.own_kernels import may_compute, problem_of, quickest, source_of
+from fxfuse.program.values import Call, Launch, Slot, Value, alignment, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
 
@@ -55,27 +59,56 @@ def planned(
         source: for keys or values whose heads were repeated, to match the number of the queries' heads: returns the
             tensor before the repetition, which is read instead. Returns None for other tensors.
     """
-    if not may_compute(expected):
-        return None
-    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
-    mask = given.get("attn_mask")
-    if given.get("dropout_p", 0.0) or given.get("is_causal", False) or not _all_kinds_allowed():
-        return None
-    tensors: list[torch.Tensor] = [given[name] for name in _PARAMETERS[: 3 if mask is None else 4]]
-    if not all(isinstance(tensor, torch.Tensor) and is_plain(tensor) for tensor in tensors):
+    tensors, scale = _asked(args, kwargs)
+    if not tensors or not may_compute(expected) or not all(map(is_plain, tensors)):
         return None
     sources = [found for found in map(source, tensors[1:3]) if found is not None]
     repeats = len(sources) == 2
     if repeats:
         tensors[1:3] = sources
-    described = _described(tensors, expected, given.get("scale"))
-    if described is None:
+    described = _described(tensors, expected, scale)
+    kernels = attention.candidates(described) if described else []
+    if described is None or not kernels:
         return None
-    kernels = attention.candidates(described)
-    if not kernels:
-        return None
-    options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1), ("repeats", repeats))
-    return quickest(problem_of(KIND, tensors, options), kernels, _library(options), expected, len(tensors), tensors)
+    options = (("scale", scale), ("enable_gqa", described.group > 1), ("repeats", repeats))
+    problem = problem_of(KIND, tensors, options)
+    found = quickest(problem, kernels, _library(options), expected, len(tensors), tensors)
+    if found is None or described.element != torch.float32 or gpu.standing_in() is not None:
+        return found
+    return found if _is_no_less_exact(found(), expected, tensors, described.scale) else None
+
+
+def begin(args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor) -> None:
+    """Begins to compile the kernels that `planned` will ask for; all tensors are fake."""
+    tensors, scale = _asked(args, kwargs)
+    if tensors and may_compute(expected):
+        described = _described(tensors, expected, scale, aligned=lambda fake: ahead.meta_of(fake).alignment)
+        kernels = attention.candidates(described) if described else []
+        build.begin([source_of(kernel, expected.dtype, gpu.capability(expected.device)) for kernel in kernels])
+
+
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], float | None]:
+    """The tensors (query, key, value, mask) and the scale of F.scaled_dot_product_attention(*args, **kwargs).
+
+    No tensors if kernels of ours cannot compute that, whatever its sizes are.
+    """
+    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    names = _PARAMETERS[: 3 if given.get("attn_mask") is None else 4]
+    tensors = [given[name] for name in names if isinstance(given[name], torch.Tensor)]
+    if given.get("dropout_p", 0.0) or given.get("is_causal", False) or not _all_kinds_allowed():
+        return [], None
+    return tensors if len(tensors) == len(names) else [], given.get("scale")
+
+
+def _is_no_less_exact(have: torch.Tensor, torchs: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> bool:
+    """Whether a result is as close to float64's as torch's is. Checked for the first head."""
+    query, key, value = (tensor[:1, :1].double() for tensor in tensors[:3])
+    scores = *torchs.shape[:3], tensors[1].shape[2]
+    mask = next((mask.expand(scores)[:1, :1] for mask in tensors[3:]), None)
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    exact = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    error, allowed = (exactness.relative_error(one[:1, :1], exact) for one in (have, torchs))
+    return error <= exactness.ALLOWED["normal"] * allowed + exactness.ULP
 
 
 _aten: Final = torch.ops.aten
@@ -92,6 +125,21 @@ _OPERATORS: Final = {
 """The operators that F.scaled_dot_product_attention chooses from. Called directly they take the CPU half as long."""
 
 
+class Chosen(Protocol):
+    """What computes attention that was written by hand."""
+
+    def step(
+        self, tensors: Sequence[Value], added: Value | None, scale: float, name: str, label: str
+    ) -> tuple[Launch | Call, Value]:
+        """The step that computes it, and the step's result.
+
+        Args:
+            tensors: query, key and value (batch, heads, rows, channels); their channels are adjacent.
+            added: what is added to the scaled scores, or None.
+            name: of the result.
+        """
+
+
 @dataclass(frozen=True)
 class Torchs:
     """One of torch's attention operators, chosen for some tensors."""
@@ -99,6 +147,44 @@ class Torchs:
     operator: Any
     strides: tuple[int, ...]
     """The strides of its first result, which is attention's."""
+
+    def step(
+        self, tensors: Sequence[Value], added: Value | None, scale: float, name: str, label: str
+    ) -> tuple[Launch | Call, Value]:
+        query, key, value = tensors
+        if added is not None:
+            strides = tuple(stride * (size > 1) for stride, size in zip(added.strides, added.shape, strict=True))
+            added = dataclasses.replace(added, shape=(*query.shape[:3], key.shape[2]), strides=strides)
+        shape = *query.shape[:3], value.shape[3]
+        slot = Slot("made", name, shape, self.strides, query.dtype)
+        found = Value(slot, 0, shape, self.strides, query.dtype, name)
+        function, args, options = call_of(self.operator, tensors, added, scale)
+        return Call(function, args, options, (found,), False, True, False, label), found
+
+
+@dataclass(frozen=True)
+class Own:
+    """A kernel of ours, chosen for some tensors."""
+
+    kernel: Kernel
+    launch: build.Launch
+
+    def step(
+        self, tensors: Sequence[Value], added: Value | None, scale: float, name: str, label: str
+    ) -> tuple[Launch | Call, Value]:
+        shape = tensors[0].shape
+        strides = _by_rows(shape)
+        slot = Slot("memory", name, shape, strides, tensors[0].dtype, math.prod(shape) * tensors[0].dtype.itemsize)
+        found = Value(slot, 0, shape, strides, slot.dtype, name)
+        references = [(value.slot, value.offset) for value in (*tensors, *([] if added is None else [added]), found)]
+        launch = events.Launch(self.launch, self.kernel.params, ())
+        return Launch(launch, references, frozenset({slot}), label=f"{label}: {self.kernel.name}"), found
+
+
+def _by_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor (batch, heads, rows, channels) that lies as (batch, rows, heads, channels)."""
+    _, heads, rows, width = shape
+    return rows * heads * width, width, heads * width, 1
 
 
 def call_of(
@@ -114,8 +200,10 @@ def call_of(
     return function_of(operator), (*tensors, *more), {"scale": scale}
 
 
-def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float) -> Torchs | None:
-    """The attention operator of torch's that replaces products and softmax; None if none is quicker and as exact.
+def by_hand(
+    device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float, period: int = 0
+) -> Chosen | None:
+    """What replaces products and softmax; None if nothing is quicker and as exact.
 
     It is measured against the products and softmax alone, as if everything between them cost nothing.
 
@@ -123,6 +211,7 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
         tensors: query, key and value (batch, heads, rows, channels). What does not lie in rows is copied (`in_rows`),
             and the time of that counts.
         added: what is added to the scaled scores, or None.
+        period: batches after which `added` repeats, which torch's operators cannot read; 0 if it does not repeat.
     """
     if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
         return None
@@ -132,7 +221,7 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
     ]
     return _if_quicker(
         Problem(
-            BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:]),
+            BY_HAND, (("scale", scale), ("period", period)), "acc", metas[0], None, None, tuple(metas[1:]),
             replayed=stream_capture.will_be_replayed(),
         )
     )  # fmt: skip
@@ -149,16 +238,18 @@ def in_rows(strides: Sequence[int]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _if_quicker(problem: Problem) -> Torchs | None:
-    scale = float(dict(problem.options)["scale"])
+def _if_quicker(problem: Problem) -> Chosen | None:
+    scale, period = (dict(problem.options)[name] for name in ("scale", "period"))
     scores = (*problem.x.shape[:3], problem.operands[0].shape[2])
+
+    def rows_of(x: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [one if in_rows(one.stride()) else one.contiguous() for one in (x, *others[:2])]
 
     def by(operator: Any, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
         added = others[2].expand(scores) if len(others) > 2 else None
         if added is not None and 2 * others[2].numel() > math.prod(scores):
             added = added.clone()  # it is as large as the scores, so the time to make it counts
-        rows = [one if in_rows(one.stride()) else one.contiguous() for one in (x, *others[:2])]
-        function, args, options = call_of(operator, rows, added, scale)
+        function, args, options = call_of(operator, rows_of(x, others), added, scale)
         result: torch.Tensor = function(*args, **options)[0]
         return result
 
@@ -169,15 +260,30 @@ def _if_quicker(problem: Problem) -> Torchs | None:
         name = _OPERATORS[operator]
         return tune.Candidate(name, name, lambda: run, always=True, library=True, is_called=True)
 
+    def own(kernel: Kernel, capability: tuple[int, int], expected: torch.Tensor) -> tune.Candidate:
+        one = candidate_of(kernel, problem, expected, capability, 1 + len(problem.operands))
+
+        def build() -> Run:
+            kernels = one.build()
+
+            def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+                x, *rows = rows_of(x, others)
+                return kernels(x, None, None, [*rows, *others[2:]])
+
+            return run
+
+        return dataclasses.replace(one, build=build, always=True)
+
     def apart(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
         query, key, value = (tensor.flatten(0, 1) for tensor in (x, *others[:2]))
         return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
 
-    made: dict[str, Torchs] = {}
+    made: dict[str, Chosen] = {}
+    contestants: list[tune.Candidate] = []
     try:
         with torch.cuda.device(problem.x.device), torch.no_grad():
             x, _, _, others = exactness.example(problem)
-            for operator, name in _OPERATORS.items():
+            for operator, name in _OPERATORS.items() if not period else ():
                 call = operator, *((one.shape, one.stride(), one.dtype) for one in (x, *others))
                 if (operator is _FLASH and len(others) > 2) or call in _refused:
                     continue
@@ -187,12 +293,30 @@ def _if_quicker(problem: Problem) -> Torchs | None:
                     _refused.discard(call)
                     if _is_as_exact(result, x, others, scale):
                         made[name] = Torchs(operator, result.stride())
-            contestants = [candidate(torchs.operator) for torchs in made.values()]
+                        contestants.append(candidate(operator))
+            expected = torch.empty_strided(x.shape, _by_rows(x.shape), dtype=x.dtype, device=x.device)
+            for kernel in _own_kernels(rows_of(x, others), others[2:], expected, scale, period):
+                capability = gpu.capability(x.device)
+                with contextlib.suppress(BuildError, ToolchainError, MissingKernelError):
+                    one = own(kernel, capability, expected)
+                    if _is_as_exact(one.build()(x, None, None, others), x, others, scale):
+                        made[kernel.name] = Own(kernel, build.load(source_of(kernel, x.dtype, capability)))
+                        contestants.append(one)
             contestants.append(tune.Candidate(APART, APART, lambda: apart, always=True, library=True, is_called=True))
             return made.get(tune.draft(problem, contestants)().kernel or APART) if made else None
     except (FxfuseError, torch.cuda.OutOfMemoryError) as error:
         logger.warning("fxfuse: attention by products and softmax stays what it is: %s", error)
         return None
+
+
+def _own_kernels(
+    rows: Sequence[torch.Tensor], added: Sequence[torch.Tensor], expected: torch.Tensor, scale: float, period: int
+) -> list[Kernel]:
+    """The kernels of ours that compute attention by one launch, from these tensors alone."""
+    if not may_compute(expected) or rows[2].shape[3] != expected.shape[3]:
+        return []
+    described = _described([*rows, *added], expected, scale, period)
+    return [kernel for kernel in attention.candidates(described) if not kernel.workspace] if described else []
 
 
 def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[torch.Tensor], scale: float) -> bool:
@@ -217,7 +341,7 @@ def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
     Both have the dimensions (batch, heads, rows, channels).
     """
     copied = _copied(value, steps)
-    if copied is None:
+    if copied is None or copied.factor != 1.0:
         return None
     batch, heads, rows, width = value.shape
     begin, (of_batch, _, of_row, of_channel) = copied.begin, copied.strides
@@ -231,12 +355,17 @@ def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
     return copied.source((batch, heads // group, rows, width), strides)
 
 
-def as_copied_from(value: Value, steps: Sequence[Launch | Call]) -> Value:
-    """The source of a value, if the last step that wrote it was a copy; otherwise the value itself."""
-    copied = _copied(value, steps)
-    if copied is None or copied.read.index != dot(coordinates(value.shape), copied.strides) + copied.begin:
-        return value
-    return copied.source(value.shape, copied.strides, value.name)
+def as_scaled_from(value: Value, steps: Sequence[Launch | Call]) -> tuple[Value, float]:
+    """What a value (batch, heads, rows, channels) was copied from, and the product of the factors on the way.
+
+    That is the value itself, and 1, unless the last step that wrote it copied another one, scaled or not.
+    """
+    factor = 1.0
+    while True:
+        copied = _copied(value, steps)
+        if copied is None or copied.read.index != dot(coordinates(value.shape), copied.strides) + copied.begin:
+            return value, factor
+        value, factor = copied.source(value.shape, copied.strides, value.name), factor * copied.factor
 
 
 @dataclass(frozen=True)
@@ -245,6 +374,8 @@ class _Copied:
 
     read: Read
     """The read of the source for an element, by the value's coordinates."""
+    factor: float
+    """What the source is multiplied with."""
     shape: tuple[int, ...]
     """The value's shape."""
 
@@ -273,18 +404,31 @@ def _copied(value: Value, steps: Sequence[Launch | Call]) -> _Copied | None:
     """The source of a value (batch, heads, rows, channels), if a copy wrote it and the source is unchanged since."""
     writers = [number for number, step in enumerate(steps) if value.slot in written_by(step)]
     copied = steps[writers[-1]].loops if writers else None
-    if copied is None or not copied.only_moves or copied.into is not None or len(value.shape) != 4:
+    factor = None if copied is None else _factor(copied.expression)
+    if copied is None or factor is None or copied.into is not None or copied.also or len(value.shape) != 4:
         return None
     body, at = Body(), coordinates(value.shape)
     seen = inlined(body.loops(value, body.read(value, at)), {value.slot: copied})
-    if len(seen.leaves) != 1 or not isinstance(seen.expression, Operand) or not isinstance(seen.leaves[0], Read):
+    if len(seen.leaves) != 1 or _factor(seen.expression) != factor or not isinstance(seen.leaves[0], Read):
         return None
     read = seen.leaves[0]
     if read.where or read.dtype != value.dtype or any(read.slot in written_by(step) for step in steps[writers[-1] :]):
         return None
     if any(isinstance(atom, Element) for atom in read.index.atoms()):
         return None
-    return _Copied(read, value.shape)
+    return _Copied(read, factor, value.shape)
+
+
+def _factor(expression: Expr) -> float | None:
+    """The number with which an expression multiplies an element; None if it computes something else."""
+    match expression:
+        case Operand():
+            return 1.0
+        case Term("mul", (Operand(), Const(number))) | Term("mul", (Const(number), Operand())):
+            return float(number)
+        case Term("div", (Operand(), Const(number))) if number:
+            return 1 / float(number)
+    return None
 
 
 def _all_kinds_allowed() -> bool:
@@ -294,9 +438,15 @@ def _all_kinds_allowed() -> bool:
 
 
 def _described(
-    tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None
-) -> attention.Problem | None:
-    """The problem for our kernels; None if they do not support these tensors."""
+    tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None, period: int = 0,
+    aligned: Callable[[torch.Tensor], int] = alignment,
+) -> attention.Problem | None:  # fmt: skip
+    """The problem for our kernels; None if they do not support these tensors.
+
+    Args:
+        period: batches after which the mask repeats; 0 if it does not.
+        aligned: the alignment of a tensor's address.
+    """
     query, key, value, *masks = tensors
     own = (*tensors[:3], expected)
     if any(tensor.dim() != 4 or tensor.dtype != expected.dtype or tensor.stride(3) != 1 for tensor in own):
@@ -313,7 +463,7 @@ def _described(
     for mask in masks:
         if mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
-        of_batch, of_head, of_query, of_key = mask.expand(batch, heads, queries, keys).stride()
+        of_batch, of_head, of_query, of_key = mask.expand(period or batch, heads, queries, keys).stride()
         mask_strides = of_batch, of_head, of_query, of_key
     device = gpu.properties(query.device)
     return attention.Problem(
@@ -330,8 +480,10 @@ def _described(
         v=_moving(value),
         out=_moving(expected),
         mask_strides=mask_strides,
+        mask_period=period,
         scale=1 / math.sqrt(width) if scale is None else scale,
-        alignment=min(map(alignment, tensors[:3])),
+        alignment=min(map(aligned, tensors[:3])),
+        mask_alignment=min(map(aligned, masks), default=1),
         multiprocessors=device.multi_processor_count,
         largest_cluster=attention.largest_cluster((device.major, device.minor)),
     )

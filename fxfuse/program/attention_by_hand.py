@@ -1,4 +1,4 @@
-"""Finds attention that a model writes out, and replaces it by torch's attention where that was measured to be quicker.
+"""Finds attention that a model writes out, and replaces it by a kernel of attention that was measured to be quicker.
 
 The pattern is `softmax(q @ k.T * scale + bias) @ v`: two batched products, and between them loops that compute a
 softmax. The first product makes the scores. They may be scaled, be masked (hidden), or have a tensor added. The added
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from fxfuse.expression import Call as Term
 from fxfuse.expression import Const, Expr, Operand, postorder
 from fxfuse.layout import contiguous_strides
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.attention import Torchs, as_copied_from, call_of, in_rows
+from fxfuse.program.attention import Chosen, as_scaled_from, in_rows
 from fxfuse.program.loops import (
     Body,
     Inside,
@@ -44,14 +44,14 @@ ALIGNED: Final = 8
 """The added tensor's rows are padded to a multiple of this many elements. Otherwise torch copies the tensor."""
 _CASTS: Final = ("float32", "bfloat16", "float16")
 
-Chosen = Callable[[Sequence[Value], Value | None, float], Torchs | None]
-"""chosen([query, key, value], added or None, scale): torch's operator for such attention; None if none is quicker."""
+Choose = Callable[[Sequence[Value], Value | None, float, int], Chosen | None]
+"""choose([query, key, value], added or None, scale, period): as attention.by_hand."""
 
 
 def joined(
-    steps: Sequence[Launch | Call], output: Any, chosen: Chosen, is_lasting: Callable[[Slot], bool]
+    steps: Sequence[Launch | Call], output: Any, choose: Choose, is_lasting: Callable[[Slot], bool]
 ) -> list[Launch | Call]:
-    """The steps with torch's attention in place of pairs of products and the steps between them.
+    """The steps with attention in place of pairs of products and the steps between them.
 
     Args:
         output: the values that the caller gets.
@@ -62,9 +62,11 @@ def joined(
     leaving = {value.slot for value in values_in(output)}
     for number, last in enumerate(step for step in steps if _is_product(step)):
         match = _match(found, found.index(last), leaving, is_lasting, f"h{number}") if last in found else None
-        torchs = None if match is None else chosen(match.tensors, match.added_as_read, match.scale)
-        if match is not None and torchs is not None:
-            found = _replaced(found, match, torchs)
+        for one in () if match is None else _ways(match, _Memory(found[: match.last], is_lasting)):
+            chosen = choose(one.tensors, one.added_as_read, one.scale, one.period)
+            if chosen is not None:
+                found = _replaced(found, one, chosen)
+                break
     return found
 
 
@@ -81,12 +83,18 @@ class _Match:
     tensors: tuple[Value, ...]
     """Query, key, value: (batch, heads, rows, channels)."""
     scale: float
+    unscaled: float
+    """The factor of the scores as the products make them: `scale` without those of queries and keys."""
     added: Loops | None
     """The loops that make the tensor that is added to the scaled scores, padded; None if nothing is added."""
     added_as_read: Value | None
     """The added tensor, without the padding of its rows (`ALIGNED`)."""
     result: Value
     """The result of the last product."""
+    matrices: tuple[Value, ...]
+    """Query, key, value: (batch * heads, rows, channels), as the products read them."""
+    period: int = 0
+    """Batches after which the added tensor repeats; 0 if it does not."""
 
 
 def _is_product(step: Launch | Call) -> bool:
@@ -123,14 +131,56 @@ def _match(
     split = _split(loops, weights, scores, is_scores, [] if added is None else _operands(added))
     if split is None:
         return None
-    tensors = tuple(
-        as_copied_from(_with_heads(value, split.sizes[1], f"{name}_{number}"), steps[:last])
-        for number, value in enumerate((query, _transposed(keys_in_columns), values))
-    )
+    matrices = query, _transposed(keys_in_columns), values
+    tensors, factor = _read_with_heads(matrices, split.sizes[1], name, steps[:last])
     made, read = (None, None) if added is None else _added(added, split, query.dtype, name) or (None, None)
     if (added is not None and made is None) or not memory.holds((*tensors, *(made.reads if made else ())), inner):
         return None
-    return _Match(inner | {last}, name, last, tensors, scale, made, read, result)
+    return _Match(inner | {last}, name, last, tensors, scale * factor, scale, made, read, result, matrices)
+
+
+def _ways(match: _Match, memory: _Memory) -> Iterator[_Match]:
+    """The match with other numbers of batches and heads, if so more tensors are read where they lie; then itself.
+
+    An image's windows are batches for its tensors. The added tensor makes them heads, if it differs from window to
+    window. As batches, it repeats after each image.
+    """
+    heads, added = match.tensors[0].shape[1], match.added_as_read
+    if match.added is not None and added is not None and added.shape[:2] == (1, heads):
+        of_head, *others = added.strides[1:]
+        for fewer in (number for number in range(heads // 2, 0, -1) if heads % number == 0):
+            tensors, factor = _read_with_heads(match.matrices, fewer, match.name, memory.steps)
+            if _lying(tensors, match.matrices) <= _lying(match.tensors, match.matrices):
+                continue
+            if memory.holds((*tensors, *match.added.reads), match.gone - {match.last}):
+                period, strides = heads // fewer, (of_head * fewer, of_head, *others)
+                added = dataclasses.replace(added, shape=(period, fewer, *added.shape[2:]), strides=strides)
+                yield dataclasses.replace(
+                    match, tensors=tensors, scale=match.unscaled * factor, added_as_read=added, period=period
+                )
+                break
+    yield match
+
+
+def _lying(tensors: Sequence[Value], matrices: Sequence[Value]) -> int:
+    """How many tensors are read where they were before they were copied for the products."""
+    return sum(one.slot is not other.slot for one, other in zip(tensors, matrices, strict=True))
+
+
+def _read_with_heads(
+    matrices: Sequence[Value], heads: int, name: str, steps: Sequence[Launch | Call]
+) -> tuple[tuple[Value, ...], float]:
+    """The matrices as (batch, heads, rows, channels), where they lie before they are copied for the products.
+
+    Also returns the factor of the scores that queries or keys were scaled with on the way.
+    """
+    *others, values = (_with_heads(value, heads, f"{name}_{number}") for number, value in enumerate(matrices))
+    (query, of_query), (key, of_key) = (as_scaled_from(value, steps) for value in others)
+    factor = of_query * of_key
+    if not 0 < factor < math.inf:  # else the scale of attention would turn the scores over
+        (query, key), factor = others, 1.0
+    there, of_values = as_scaled_from(values, steps)
+    return (query, key, there if of_values == 1.0 else values), factor
 
 
 def _values_of(product: Launch | Call) -> tuple[Value, Value, Value]:
@@ -483,30 +533,22 @@ def _copy(value: Value, there: Value, label: str) -> Call:
     return Call(None, (value,), {}, there, False, True, False, label, loops)
 
 
-def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
-    """The steps with a match replaced by torch's operator."""
-    query, _, value = match.tensors
-    shape = *query.shape[:3], value.shape[3]
-    name = f"{match.name}_made"
-    slot = Slot("made", name, shape, torchs.strides, query.dtype)
-    found = Value(slot, 0, shape, torchs.strides, query.dtype, name)
+def _replaced(steps: Sequence[Launch | Call], match: _Match, chosen: Chosen) -> list[Launch | Call]:
+    """The steps with a match replaced by what was chosen for it."""
     label = "attention written by hand"
     new: list[Launch | Call] = []
-    tensors, added = list(match.tensors), match.added_as_read
+    tensors = list(match.tensors)
     for number, tensor in enumerate(tensors):
         if not in_rows(tensor.strides):  # as keys that were copied for the product: merge.py makes one copy of the two
             tensors[number], copy = _copied_to_rows(tensor, f"{match.name}_rows{number}", label)
             new.append(copy)
-    if match.added is not None and added is not None:
+    if match.added is not None:
         there = match.added.output
         arguments = there.shape, there.strides
         new.append(Call(None, arguments, {}, there, False, True, False, f"{label}: what is added", match.added))
-        sizes = *query.shape[:3], match.tensors[1].shape[2]
-        strides = tuple(stride * (size > 1) for stride, size in zip(added.strides, added.shape, strict=True))
-        added = dataclasses.replace(added, shape=sizes, strides=strides)
-    function, args, options = call_of(torchs.operator, tensors, added, match.scale)
-    new.append(Call(function, args, options, (found,), False, True, False, label))
-    as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
+    step, found = chosen.step(tensors, match.added_as_read, match.scale, f"{match.name}_made", label)
+    new.append(step)
+    as_before = _with_heads(match.result, tensors[0].shape[1], f"{match.name}_as_before")
     new.append(_copy(found, as_before, f"{label}: its result"))
     kept = [(number, step) for number, step in enumerate(steps) if number not in match.gone]
     before = [step for number, step in kept if number < match.last]

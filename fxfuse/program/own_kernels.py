@@ -43,7 +43,7 @@ def quickest(
     """
     capability = gpu.capability(expected.device)
     try:
-        candidates = [_candidate(kernel, problem, expected, capability, count) for kernel in kernels]
+        candidates = [candidate(kernel, problem, expected, capability, count) for kernel in kernels]
         plan = tune.draft(problem, [*candidates, library])()
     except FxfuseError as error:
         logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
@@ -58,16 +58,21 @@ def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[
     return Problem(kind, options, "acc", first, None, None, tuple(others), replayed=replayed)
 
 
-def _candidate(
+def source_of(kernel: Kernel, dtype: torch.dtype, capability: tuple[int, int]) -> build.Source:
+    """What is compiled for a kernel whose results have this dtype."""
+    return build.Source(codegen.generate(Acc(), dtype, (), kernel), capability, kernel.name)
+
+
+def candidate(
     kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int], count: int
 ) -> tune.Candidate:
+    """A kernel that makes results like `expected` from `count` tensors, the first of which is the problem's x."""
     shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
     operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
     assert operands is not None, "there are none"
 
     def compiled() -> Run:
-        launch = build.load(build.Source(codegen.generate(Acc(), dtype, (), kernel), capability, kernel.name))
-        queue = queue_by_address(problem, operands, kernel, launch)
+        queue = queue_by_address(problem, operands, kernel, build.load(source_of(kernel, dtype, capability)))
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
             out = empty_strided(shape, strides, dtype)

@@ -32,7 +32,8 @@ struct AttentionStrides {
 struct AttentionProblem {
     int64_t batch, key_heads, group, queries, keys, splits;
     AttentionStrides q, k, v, out, mask;
-    int64_t mask_key;  // stride along keys
+    int64_t mask_key;     // stride along keys
+    int64_t mask_period;  // batches after which the mask repeats
     double scale;
 };
 
@@ -68,7 +69,8 @@ struct AttentionHead {
     }
     __device__ __forceinline__ const Mask* mask_of(int row) const {
         const Place at = place(existing(row));
-        return mask + batch * problem.mask.batch + at.head * problem.mask.head + at.query * problem.mask.row;
+        const auto own = static_cast<unsigned>(batch) % static_cast<unsigned>(problem.mask_period);
+        return mask + own * problem.mask.batch + at.head * problem.mask.head + at.query * problem.mask.row;
     }
 };
 
