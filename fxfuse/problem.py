@@ -370,6 +370,20 @@ PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
 """The matrix products whose weight is (N, K). The others' is (K, N), and (batch, K, N) for bmm."""
 
+THIN: Final = 8
+"""Most terms of the sums of a thin product, and most rows or columns of its result."""
+
+
+def is_thin(terms: int, side: int) -> bool:
+    """Whether a product is thin, so that a tile of tensor cores would be mostly empty: a pass computes it sooner.
+
+    Args:
+        terms: of each of its sums.
+        side: rows or columns of its result, whichever are fewer.
+    """
+    return 0 < max(terms, side) <= THIN
+
+
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()
 }

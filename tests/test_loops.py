@@ -20,7 +20,7 @@ import fxfuse
 from fxfuse import attention_modules, build, joint
 from fxfuse.cuda import loops as kernels
 from fxfuse.module import state_of
-from fxfuse.program import attention, merge, record
+from fxfuse.program import attention, merge, operators, record
 from fxfuse.program.indices import Index, Quotient, Remainder, Variable, variable
 from fxfuse.program.loops import Inside, simplified_index
 from fxfuse.verify import leaves_of
@@ -672,6 +672,40 @@ def test_weights_for_gradients_are_brought_into_channels_last_by_kernels_of_ours
 def test_products_of_few_terms_are_kernels_of_ours(terms, calls, device):
     made = checked(moved(lambda x: (x[..., :terms] @ x[:, :terms].flip(1)).sin()), device, 4, 20, 20)
     assert made.calls["bmm"] == calls and not made.calls["matmul"]
+
+
+@pytest.mark.parametrize("columns, calls", [(8, 0), (9, 1)])
+def test_thin_products_of_any_length_are_kernels_of_ours(columns, calls, device, monkeypatch):
+    monkeypatch.setattr(operators, "SMALL_PRODUCT", 1)
+    model = moved(lambda x: torch.addmm(x[0, 0, :columns], x[0, :, :8], x[1, :8, :columns]).sin())
+    made = checked(model, device, 2, 40, 20)
+    assert made.calls["addmm"] == calls, made.code
+
+
+class TalkingHeads(nn.Module):
+    """Heads are mixed before and after the softmax of their scores, as in CaiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        scores = torch.cumsum(x, 0)  # torch's
+        mixed = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1)
+        return torch.cumsum(self.after(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous(), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softmax_of_rows_that_are_apart_is_a_kernel_with_what_it_reads(dtype, device):
+    """Alone it would be torch's: rows whose elements are apart in memory are slow to read."""
+    made = checked(TalkingHeads(), device, 2, 4, 40, 300, dtype=dtype)
+    assert (made.launches, made.calls) == (2, {"cumsum": 2}), made.code
+
+
+def test_a_softmax_of_rows_that_are_apart_stays_torchs(device):
+    model = moved(lambda x: torch.cumsum(torch.cumsum(x, 0).permute(0, 3, 1, 2).softmax(-1), 0))
+    made = checked(model, device, 2, 600, 600, 4)
+    assert made.calls["_softmax"] == 1, made.code
 
 
 class Products(nn.Module):

@@ -37,6 +37,7 @@ from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
     ANCHORS,
+    BY_CONVOLUTION,
     CONVOLUTIONS,
     PRODUCTS,
     Draft,
@@ -51,6 +52,7 @@ from fxfuse.problem import (
     channel_operands,
     gate_of,
     in_order,
+    is_thin,
     typed,
     without_unread,
 )
@@ -133,6 +135,8 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     """All candidates for the region, best first by the kernel families' models of time."""
     pooling = Pooling.of(region) if region.problem.pool else None
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
+    if _is_thin(region):
+        return [first]  # of which programs make loops (program/operators.py)
     library = [first, *_channels_last_candidates(region, pooling)]
     try:
         fused = _fused_candidates(region)
@@ -151,6 +155,14 @@ def _is_tiny(region: Region) -> bool:
     if region.problem.kind not in PRODUCTS:
         return False
     return _products(region) < TINY_PRODUCTS and math.prod(anchor_weight(region.problem).shape) < TINY_WEIGHT
+
+
+def _is_thin(region: Region) -> bool:
+    problem = region.problem
+    if problem.kind not in PRODUCTS - BY_CONVOLUTION - {"gated_linear"}:
+        return False
+    *_, one, other = anchor_weight(problem).shape
+    return is_thin(one, other)
 
 
 def _products(region: Region) -> int:

@@ -524,10 +524,15 @@ class _Plan:
                 del self.computed[number]
                 self.absent.add(number)
         for number, loops in list(self.computed.items()):
-            step = self._steps[number]
-            nothing_inlined = isinstance(step, Launch) and loops is step.loops
-            if nothing_inlined and not (self._suits is None and kernels.stages(loops)):
-                del self.computed[number]  # its own kernel was chosen; loops are better only where they stage rows
+            if loops is self._steps[number].loops and self._is_better_without(number, loops):
+                del self.computed[number]
+
+    def _is_better_without(self, number: int, loops: Loops) -> bool:
+        """Whether a step stays as it was recorded if nothing is inlined into its loops."""
+        step, on_gpu = self._steps[number], self._suits is None
+        if isinstance(step, Launch):  # its own kernel was chosen; loops are better only where they stage rows
+            return not (on_gpu and kernels.stages(loops))
+        return on_gpu and not _is_loops_only(step) and not rows_pay(loops)
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:
         """A step's loops with nothing inlined; the slots that they read, each with the step's number; and the step, if

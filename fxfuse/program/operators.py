@@ -20,7 +20,7 @@ from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.layout import contiguous_strides, is_dense, is_overlapping
 from fxfuse.pool_places import LARGEST_WINDOW, for_each
-from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
+from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, is_thin, settle
 from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
     INTEGER,
@@ -854,15 +854,34 @@ def _end_within(
 
 
 def _product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """A small matrix product with few terms in each sum: positions by frequencies, tables of relative positions."""
-    a, b, at = given["self"], given["mat2"], coordinates(result.shape)
-    if not isinstance(a, Value) or not isinstance(b, Value) or a.dtype not in RESULT_DTYPES:
+    """A product of matrices that is small (positions by frequencies, tables of relative positions) or thin (between the
+    heads of attention)."""
+    a, b = given["self"], given["mat2"]
+    terms = a.shape[-1] if isinstance(a, Value) else 0
+    is_small = 0 < terms <= LARGEST_WINDOW and terms * math.prod(result.shape) <= SMALL_PRODUCT
+    return _sums(body, a, b, result) if is_small else _thin(body, a, b, result)
+
+
+def _added_product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """A thin product, to which something is added."""
+    if given.get("beta", 1) != 1 or given.get("alpha", 1) != 1:
         raise Unknown
-    terms = a.shape[-1]
-    if not 0 < terms <= LARGEST_WINDOW or terms * math.prod(result.shape) > SMALL_PRODUCT:
+    a, b = (given.get(f"mat{n}", given.get(f"batch{n}")) for n in (1, 2))
+    return Call("add", (body.read(given["self"], coordinates(result.shape)), _thin(body, a, b, result)))
+
+
+def _thin(body: Body, a: Any, b: Any, result: Value) -> Expr:
+    if not isinstance(a, Value) or not is_thin(a.shape[-1], min(result.shape[-2:])):
         raise Unknown
-    *batch, row, column = at
-    steps = [Index() + step for step in range(terms)]
+    return _sums(body, a, b, result)
+
+
+def _sums(body: Body, a: Value, b: Any, result: Value) -> Expr:
+    """The sums of a product, term by term."""
+    if not isinstance(b, Value) or a.dtype not in RESULT_DTYPES:
+        raise Unknown
+    *batch, row, column = coordinates(result.shape)
+    steps = [Index() + step for step in range(a.shape[-1])]
     return _joined(
         "add",
         [Call("mul", (body.read(a, [*batch, row, k]), body.read(b, [*batch, k, column]))) for k in steps],
@@ -943,6 +962,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.upsample_trilinear3d: _linear,
     _aten.mm: _product,
     _aten.bmm: _product,
+    _aten.addmm: _added_product,
+    _aten.baddbmm: _added_product,
     _aten.pixel_shuffle: _pixel_shuffle,
     _aten.pixel_unshuffle: _pixel_unshuffle,
     **REDUCTIONS,
