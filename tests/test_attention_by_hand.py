@@ -491,6 +491,16 @@ CHANGES_OF_SCORES = {
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_attention(seed, choices):
+    compared_as_drawn(seed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(24, 48))
+def test_drawn_attention_by_kernels_of_ours(seed, own_choices):
+    compared_as_drawn(seed)
+
+
+def compared_as_drawn(seed):
     forward, is_split, (x, mask) = drawn(seed)
     net = model_of(forward)
     net.is_split = is_split
