@@ -32,7 +32,7 @@ from fxfuse.long_rows import LONG_ROWS, by_channel
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, merge
 from fxfuse.program.leaves import Leaves
-from fxfuse.program.loops import Loops
+from fxfuse.program.loops import Loops, rows_pay
 from fxfuse.program.observed import Operation, Operators, function_of, places
 from fxfuse.program.operators import (
     loops_into,
@@ -571,10 +571,17 @@ class Recorder:
                 if seen.launches[-1].in_place:
                     self.steps[-1].in_place = _operands_in_place(kind, inputs, value)
                 if len(seen.launches) == 1:
-                    self.steps[-1].loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
+                    loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
+                    self.steps[-1].loops = self._paying(loops)
             return {node: value}
 
         return {node: result}, note
+
+    def _paying(self, loops: Loops | None) -> Loops | None:
+        """The loops, unless a GPU's kernel would be slow at their rows, so that the recorded one stays."""
+        if loops is None or self._device is None or not merge.runs_on_gpu(self._device):
+            return loops
+        return loops if rows_pay(loops) else None
 
     def _loops_of(
         self, plan: Plan, kind: str, problem: Callable[[], Problem], inputs: Sequence[Any], result: Value
