@@ -27,8 +27,8 @@ from fxfuse.patterns.values import is_nothing
 
 _PASSING_ON: Final = frozenset(
     {"permute", "transpose", "swapaxes", "movedim", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
-     "getitem", "chunk", "split", "unbind", "narrow", "select", "expand", "cat", "stack", "roll", "pad", "matmul",
-     "bmm", "scaled_dot_product_attention", "softmax", "mean", "sum", "amax", "amin", "conv2d", "max_pool2d",
+     "getitem", "slice", "chunk", "split", "unbind", "narrow", "select", "expand", "cat", "stack", "roll", "pad",
+     "matmul", "bmm", "scaled_dot_product_attention", "softmax", "mean", "sum", "amax", "amin", "conv2d", "max_pool2d",
      "avg_pool2d", "adaptive_avg_pool2d", "clone"}
 )  # fmt: skip
 """Names of operations whose values do not depend on the strides of their inputs, but whose result's strides may."""

@@ -109,6 +109,16 @@ def test_results_and_strides_are_eagers(name, layouts):
     assert_as_eager(model, fast, randn(3, 3, 8, 12).to(memory_format=torch.channels_last))
 
 
+@torch.no_grad()
+def test_a_slice_passes_it_on_as_exported_programs_have_it():
+    x = randn(2, 3, 8, 12)
+    program = torch.export.export(model_of(leave=lambda m, x: m.norm(x[:, 1:])), (x,))
+    assert any("slice" in str(node.target) for node in program.graph.nodes)
+    fast = fxfuse.optimize(program)
+    assert sum(node.target == "contiguous" for node in fast.graph.nodes) == 1
+    torch.testing.assert_close(fast(x), program.module()(x))
+
+
 def test_normalisations_get_what_is_contiguous(layouts, monkeypatch):
     fast = fxfuse.optimize(model_of())
     given = []
