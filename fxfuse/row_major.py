@@ -54,8 +54,8 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> None:
                 copy = graph.call_method("contiguous", (value,))
             value.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
             for node in followers:
-                if _is_view(node):
-                    node.target = "reshape"  # with the new strides a view may be impossible
+                if _is_view(node):  # with the new strides a view may be impossible
+                    node.target = "reshape" if node.op == "call_method" else torch.ops.aten.reshape.default
 
 
 def _is_of_image(root: nn.Module, value: fx.Node) -> bool:
@@ -138,5 +138,7 @@ def _passes_on(root: nn.Module, node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node is x.view(…) to another shape."""
+    if node.op == "call_function":
+        return node.target is torch.ops.aten.view.default
     others = node.args[1:]
     return node.op == "call_method" and node.target == "view" and all(isinstance(a, int | fx.Node) for a in others)
