@@ -109,6 +109,21 @@ def test_problems_without_a_kernel(query, key):
     assert not attention.candidates(described(query, key, key, None, query))
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "dtype", "first"),
+    [
+        (1, 5000, 128, torch.bfloat16, True),
+        (49, 49, 32, torch.bfloat16, True),
+        (512, 512, 64, torch.bfloat16, False),
+        (512, 512, 64, torch.float32, True),
+        (512, 512, 128, torch.float32, False),
+    ],
+)
+def test_which_comes_first_where_nothing_is_measured(queries, keys, width, dtype, first):
+    query, key = (torch.empty(1, 2, size, width, dtype=dtype) for size in (queries, keys))
+    assert attention.is_quicker(described(query, key, key, None, query)) == first
+
+
 def _value(name, *shape):
     return Value(Slot("made", name, dtype=torch.float32), 0, shape, contiguous_strides(shape), torch.float32, name)
 

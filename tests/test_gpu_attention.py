@@ -67,7 +67,7 @@ def test_every_kernel_is_no_less_exact_than_torch(seed, monkeypatch):
 
     def noting(problem, candidates):
         found.extend(candidates)
-        return draft(problem, candidates[:1])
+        return draft(problem, [candidate for candidate in candidates if not candidate.library][:1])
 
     monkeypatch.setattr(tune, "draft", noting)
     exact, eager = _exact(query, key, value, mask, scale), _exact(query, key, value, mask, scale, query.dtype)

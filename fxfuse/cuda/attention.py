@@ -51,6 +51,9 @@ MOST_BYTES: Final = 384
 FLASH: Final = 512
 """Most keys without a mask in 16 bits: with more, torch's flash attention is quicker by more than a call takes longer
 than a launch."""
+GUESSED_KEYS, GUESSED_CHANNELS = 256, 64
+"""Where nothing is measured, kernels for many queries come before torch's up to so many keys in 16 bits, and up to so
+many channels in float32."""
 MMA_ROWS: Final = 16
 """Queries of a tensor core instruction."""
 MOST_WARPS: Final = 4
@@ -148,6 +151,14 @@ def candidates(problem: Problem) -> list[Kernel]:
     if of_half > 1:
         choices.append((half, min(of_half, MOST_SPLITS), "kWorkspace"))
     return [_kernel(problem, warp, rows, *choice) for choice in choices]
+
+
+def is_quicker(problem: Problem) -> bool:
+    """Whether our kernels are quicker than torch's: a guess, used where nothing is measured."""
+    if problem.group * problem.queries <= MOST_ROWS:
+        return True
+    is_float = problem.element == torch.float32
+    return problem.width <= GUESSED_CHANNELS if is_float else problem.keys <= GUESSED_KEYS
 
 
 def _of_many_queries(problem: Problem) -> list[Kernel]:

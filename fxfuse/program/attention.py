@@ -72,7 +72,8 @@ def planned(
         return None
     options = (("scale", scale), ("enable_gqa", described.group > 1), ("repeats", repeats))
     problem = problem_of(KIND, tensors, options)
-    found = quickest(problem, kernels, _library(options), expected, len(tensors), tensors)
+    first = attention.is_quicker(described)
+    found = quickest(problem, kernels, _library(options), expected, len(tensors), tensors, first)
     if found is None or described.element != torch.float32 or gpu.standing_in() is not None:
         return found
     return found if _is_no_less_exact(found(), expected, tensors, described.scale) else None

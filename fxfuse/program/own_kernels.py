@@ -30,7 +30,7 @@ def may_compute(expected: torch.Tensor) -> bool:
 
 def quickest(
     problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate, expected: torch.Tensor, count: int,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor], are_first: bool,
 ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
     """A function that computes `expected` from `tensors` by the quickest kernel.
 
@@ -40,11 +40,12 @@ def quickest(
         problem: the key under which the choice is measured and remembered (`problem_of`).
         library: torch's candidate.
         count: how many of the tensors the kernels read: the first ones.
+        are_first: whether the kernels come before torch's candidate where nothing is measured.
     """
     capability = gpu.capability(expected.device)
     try:
-        candidates = [candidate(kernel, problem, expected, capability, count) for kernel in kernels]
-        plan = tune.draft(problem, [*candidates, library])()
+        own = [candidate(kernel, problem, expected, capability, count) for kernel in kernels]
+        plan = tune.draft(problem, [*own, library] if are_first else [library, *own])()
     except FxfuseError as error:
         logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
         return None
