@@ -113,8 +113,8 @@ struct TiledAttention {
         float sum[kChannels][4] = {}, most[2] = {nothing(), nothing()}, total[2] = {};
         for (int first = 0, stage = 0; first < keys; first += kKeys, stage ^= 1) {
             const int left = keys - first;
-            if (left > kKeys) fetch(first + kKeys, stage ^ 1);
             if (left > kKeys) {
+                fetch(first + kKeys, stage ^ 1);
                 ptx::cp_async_wait<1>();
             } else {
                 ptx::cp_async_wait<0>();
