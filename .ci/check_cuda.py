@@ -202,7 +202,7 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
 
 def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
     """Of one query and of several that share keys, with masks of truth values and numbers and without, few and many
-    channels; by clusters of blocks, too, or not."""
+    channels; by clusters of blocks, too, or not. Of many queries, whose mask may be causal."""
     size = output.itemsize
     for group, queries, width, mask, is_shared in (
         (1, 1, 128, torch.bool, True), (4, 1, 128, torch.bool, True), (8, 1, 512 // size, output, True),
@@ -213,6 +213,16 @@ def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
         problem = attention.Problem(2, 4, group, queries, 4096, width, output, mask, *strides)
         for batch, largest in ((1, 1), (4, 16 if clusters else 1), (64, 1)):
             yield from attention.candidates(replace(problem, batch=batch, largest_cluster=largest))[:1]
+    for queries, width, mask, is_causal in (
+        (49, 32, output, False), (196, 64, None, False), (196, 64, None, True), (300, 128, torch.bool, False),
+    ):  # fmt: skip
+        rows = (width * queries, width * queries, width)
+        of_mask = (0, 0, 0, 0) if mask is None else (0, queries * queries, queries, 1)
+        yield from attention.candidates(
+            attention.Problem(
+                2, 4, 1, queries, queries, width, output, mask, rows, rows, rows, rows, of_mask, is_causal=is_causal
+            )
+        )
 
 
 def filter_gradients(precision: Precision, first: int | None) -> Iterator[Kernel]:

@@ -1,4 +1,4 @@
-"""Attention of few queries: its kernels on an emulated GPU, which of them there are, and what keys repeat.
+"""Attention's kernels on an emulated GPU, which of them there are, and what keys repeat.
 
 Expected values come from torch in float64.
 """
@@ -19,16 +19,18 @@ from fxfuse.program.values import Call, Slot, Value
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def described(query, key, value, mask, out, scale=0.3, **device):
+def described(query, key, value, mask, out, scale=0.3, **others):
     """The problem of these tensors."""
     batch, heads, queries, width = query.shape
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(batch, heads, queries, key.shape[2]).stride()
     return attention.Problem(
         batch, key.shape[1], heads // key.shape[1], queries, key.shape[2], width, query.dtype,
         None if mask is None else mask.dtype, *(tensor.stride()[:3] for tensor in (query, key, value, out)),
-        mask_strides=mask_strides, mask_alignment=16, scale=scale, **device,
+        mask_strides=mask_strides, mask_alignment=16, scale=scale, **others,
     )  # fmt: skip
 
+
+CAUSAL = "causal"
 
 PROBLEMS = [
     # batch, key heads, group, queries, keys, width, dtype, mask, whether each query has its own, multiprocessors
@@ -49,6 +51,11 @@ PROBLEMS = [
     (1, 2, 1, 70, 300, 64, torch.float32, None, False, 2),
     (1, 1, 3, 9, 50, 128, torch.float32, torch.bool, True, 2),
     (1, 2, 1, 33, 17, 8, torch.float32, torch.float32, False, 2),
+    (2, 2, 1, 150, 150, 64, torch.bfloat16, CAUSAL, False, 2),
+    (1, 2, 3, 70, 70, 32, torch.float16, CAUSAL, False, 2),  # blocks whose rows are of two heads
+    (1, 2, 1, 100, 77, 64, torch.float32, CAUSAL, False, 2),
+    (1, 2, 1, 40, 300, 128, torch.float32, CAUSAL, False, 2),
+    (1, 2, 2, 3, 20, 64, torch.bfloat16, CAUSAL, False, 2),
 ]
 
 
@@ -61,8 +68,8 @@ def test_every_kernel_on_an_emulated_gpu(problem):
     query = torch.randn(batch, queries, heads, width).to(dtype).transpose(1, 2)
     key = torch.randn(batch, key_heads, keys + 3, width).to(dtype)[:, :, :keys]
     value = torch.randn(batch, key_heads, keys, width).to(dtype)
-    mask = None
-    if mask_dtype is not None:
+    mask, is_causal = None, mask_dtype == CAUSAL
+    if mask_dtype is not None and not is_causal:
         mask = torch.rand(1, heads if own else 1, queries if own else 1, keys) < 0.5
         mask[..., 0], mask[..., keys // 2 :] = True, False  # whole tiles at the end are hidden
         if mask_dtype != torch.bool:
@@ -72,8 +79,9 @@ def test_every_kernel_on_an_emulated_gpu(problem):
     out = memory[:-guard].view(batch, queries, heads, width).transpose(1, 2)
     numbers = mask if mask is None or mask.dtype == torch.bool else mask.double()
     repeats = [tensor.double().repeat_interleave(group, 1) for tensor in (key, value)]
-    want = F.scaled_dot_product_attention(query.double(), *repeats, numbers, scale=0.3)
-    kernels = attention.candidates(described(query, key, value, mask, out, multiprocessors=multiprocessors))
+    want = F.scaled_dot_product_attention(query.double(), *repeats, numbers, 0.0, is_causal, scale=0.3)
+    problem = described(query, key, value, mask, out, is_causal=is_causal, multiprocessors=multiprocessors)
+    kernels = attention.candidates(problem)
     assert kernels
     for kernel in kernels:
         memory.fill_(99.0)

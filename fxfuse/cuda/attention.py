@@ -88,6 +88,8 @@ class Problem:
     """Strides of batch, head, query and key; 0 where the mask broadcasts."""
     mask_period: int = 0
     """Batches after which the mask repeats, as those of an image's windows do; 0 if it does not."""
+    is_causal: bool = False
+    """Whether query l sees the keys up to l alone. There is no mask then."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
@@ -131,7 +133,7 @@ def candidates(problem: Problem) -> list[Kernel]:
     sizes = (problem.batch, problem.key_heads, problem.keys, problem.queries)
     if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or problem.keys > MOST_KEYS:
         return []
-    if rows > MOST_ROWS:
+    if rows > MOST_ROWS or problem.is_causal:
         return _of_many_queries(problem)
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
@@ -155,7 +157,7 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 def is_quicker(problem: Problem) -> bool:
     """Whether our kernels are quicker than torch's: a guess, used where nothing is measured."""
-    if problem.group * problem.queries <= MOST_ROWS:
+    if problem.group * problem.queries <= MOST_ROWS and not problem.is_causal:
         return True
     is_float = problem.element == torch.float32
     return problem.width <= GUESSED_CHANNELS if is_float else problem.keys <= GUESSED_KEYS
@@ -174,13 +176,13 @@ def _of_many_queries(problem: Problem) -> list[Kernel]:
     keys = enough[-1] if enough else tiles[0]
     warps = min(MOST_WARPS, -(-problem.group * problem.queries // MMA_ROWS))
     mma = "Tf32x3" if problem.element == torch.float32 else _MMA[problem.element]
-    mask = "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
+    mask = "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
     pairs = str(problem.reads_pairs).lower()
     sizes, blocks = f"{width}, {keys}, {warps}", _blocks(problem, MMA_ROWS * warps)
     element = str(problem.element).removeprefix("torch.")
     return [
         Kernel(
-            name=f"attention {element} {width}, tiles of {MMA_ROWS * warps}x{keys}",
+            name=f"attention {element} {width}, {'causal, ' * problem.is_causal}tiles of {MMA_ROWS * warps}x{keys}",
             header=TILES_HEADER,
             type=f"TiledAttention<{mma}, {mask}, {sizes}, {pairs}, {blocks}, {{output}}, {{epilogue}}>",
             params=_params(problem, 1),

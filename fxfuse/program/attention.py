@@ -59,55 +59,70 @@ def planned(
         source: for keys or values whose heads were repeated, to match the number of the queries' heads: returns the
             tensor before the repetition, which is read instead. Returns None for other tensors.
     """
-    tensors, scale = _asked(args, kwargs)
-    if not tensors or not may_compute(expected) or not all(map(is_plain, tensors)):
+    asked = _asked(args, kwargs)
+    if asked is None or not may_compute(expected) or not all(map(is_plain, asked.tensors)):
         return None
+    tensors = list(asked.tensors)
     sources = [found for found in map(source, tensors[1:3]) if found is not None]
     repeats = len(sources) == 2
     if repeats:
         tensors[1:3] = sources
-    described = _described(tensors, expected, scale)
+    described = _described(tensors, expected, asked.scale, is_causal=asked.is_causal)
     kernels = attention.candidates(described) if described else []
     if described is None or not kernels:
         return None
-    options = (("scale", scale), ("enable_gqa", described.group > 1), ("repeats", repeats))
+    named = {"is_causal": asked.is_causal, "scale": asked.scale, "enable_gqa": described.group > 1, "repeats": repeats}
+    options = tuple(named.items())
     problem = problem_of(KIND, tensors, options)
     first = attention.is_quicker(described)
     found = quickest(problem, kernels, _library(options), expected, len(tensors), tensors, first)
     if found is None or described.element != torch.float32 or gpu.standing_in() is not None:
         return found
-    return found if _is_no_less_exact(found(), expected, tensors, described.scale) else None
+    return found if _is_no_less_exact(found(), expected, asked) else None
 
 
 def begin(args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor) -> None:
     """Begins to compile the kernels that `planned` will ask for; all tensors are fake."""
-    tensors, scale = _asked(args, kwargs)
-    if tensors and may_compute(expected):
-        described = _described(tensors, expected, scale, aligned=lambda fake: ahead.meta_of(fake).alignment)
+    asked = _asked(args, kwargs)
+    if asked is not None and may_compute(expected):
+        described = _described(
+            asked.tensors, expected, asked.scale, is_causal=asked.is_causal,
+            aligned=lambda fake: ahead.meta_of(fake).alignment,
+        )  # fmt: skip
         kernels = attention.candidates(described) if described else []
         build.begin([source_of(kernel, expected.dtype, gpu.capability(expected.device)) for kernel in kernels])
 
 
-def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], float | None]:
-    """The tensors (query, key, value, mask) and the scale of F.scaled_dot_product_attention(*args, **kwargs).
+@dataclass(frozen=True)
+class _Asked:
+    """What a call of F.scaled_dot_product_attention asks for."""
 
-    No tensors if kernels of ours cannot compute that, whatever its sizes are.
+    tensors: tuple[torch.Tensor, ...]
+    """Query, key, value, and the mask if there is one."""
+    scale: float | None
+    is_causal: bool
+
+
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Asked | None:
+    """What F.scaled_dot_product_attention(*args, **kwargs) asks for.
+
+    None if kernels of ours cannot compute that, whatever its sizes are.
     """
     given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
     names = _PARAMETERS[: 3 if given.get("attn_mask") is None else 4]
-    tensors = [given[name] for name in names if isinstance(given[name], torch.Tensor)]
-    if given.get("dropout_p", 0.0) or given.get("is_causal", False) or not _all_kinds_allowed():
-        return [], None
-    return tensors if len(tensors) == len(names) else [], given.get("scale")
+    tensors = tuple(given[name] for name in names if isinstance(given[name], torch.Tensor))
+    if given.get("dropout_p", 0.0) or len(tensors) < len(names) or not _all_kinds_allowed():
+        return None
+    return _Asked(tensors, given.get("scale"), bool(given.get("is_causal", False)))
 
 
-def _is_no_less_exact(have: torch.Tensor, torchs: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> bool:
+def _is_no_less_exact(have: torch.Tensor, torchs: torch.Tensor, asked: _Asked) -> bool:
     """Whether a result is as close to float64's as torch's is. Checked for the first head."""
-    query, key, value = (tensor[:1, :1].double() for tensor in tensors[:3])
-    scores = *torchs.shape[:3], tensors[1].shape[2]
-    mask = next((mask.expand(scores)[:1, :1] for mask in tensors[3:]), None)
+    query, key, value = (tensor[:1, :1].double() for tensor in asked.tensors[:3])
+    scores = *torchs.shape[:3], key.shape[2]
+    mask = next((mask.expand(scores)[:1, :1] for mask in asked.tensors[3:]), None)
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    exact = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    exact = F.scaled_dot_product_attention(query, key, value, mask, 0.0, asked.is_causal, scale=asked.scale)
     error, allowed = (exactness.relative_error(one[:1, :1], exact) for one in (have, torchs))
     return error <= exactness.ALLOWED["normal"] * allowed + exactness.ULP
 
@@ -440,7 +455,7 @@ def _all_kinds_allowed() -> bool:
 
 def _described(
     tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None, period: int = 0,
-    aligned: Callable[[torch.Tensor], int] = alignment,
+    is_causal: bool = False, aligned: Callable[[torch.Tensor], int] = alignment,
 ) -> attention.Problem | None:  # fmt: skip
     """The problem for our kernels; None if they do not support these tensors.
 
@@ -482,6 +497,7 @@ def _described(
         out=_moving(expected),
         mask_strides=mask_strides,
         mask_period=period,
+        is_causal=is_causal,
         scale=1 / math.sqrt(width) if scale is None else scale,
         alignment=min(map(aligned, tensors[:3])),
         mask_alignment=min(map(aligned, masks), default=1),

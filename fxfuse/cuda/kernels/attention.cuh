@@ -74,12 +74,19 @@ struct AttentionHead {
     }
 };
 
-// The type of the mask where there is none.
+// The types of the mask where no tensor is one: a query sees all keys, or query l sees the keys up to l.
 struct NoMask {};
+struct CausalMask {};
 template <class Mask>
 constexpr bool kIsMask = true;
 template <>
 constexpr bool kIsMask<NoMask> = false;
+template <>
+constexpr bool kIsMask<CausalMask> = false;
+template <class Mask>
+constexpr bool kIsCausal = false;
+template <>
+constexpr bool kIsCausal<CausalMask> = true;
 
 constexpr float kLog2E = 1.4426950408889634f;  // scores are exponents of two: weights are exp2 of them
 

@@ -41,7 +41,7 @@ struct TiledAttention {
     using A = typename Mma::A;
     using B = typename Mma::B;
 
-    static constexpr bool kMasked = kIsMask<Mask>;
+    static constexpr bool kMasked = kIsMask<Mask>, kCausal = kIsCausal<Mask>;
     static constexpr bool kPacked = sizeof(Element) == 2;
     static constexpr int kTensors = 4 + kMasked;  // q, k, v, the mask, out
     static constexpr int kWarp = 32, kThreads = kWarps * kWarp;
@@ -66,8 +66,9 @@ struct TiledAttention {
         extern __shared__ __align__(16) unsigned char attention_shared[];  // [stage][keys, values][key][kStride]
         const Head head(problem, q, k, v, mask);
         const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, part = lane % 4;
-        const int first_row = static_cast<int>(blockIdx.x) * kRows + thread / kWarp * kMmaM + lane / 4;  // and + 8
-        const int keys = static_cast<int>(problem.keys);
+        const auto tile = static_cast<int>(kCausal ? gridDim.x - 1 - blockIdx.x : blockIdx.x);  // first what takes long
+        const int first_row = tile * kRows + thread / kWarp * kMmaM + lane / 4;                 // and + 8
+        const int keys = keys_of_block(problem, tile * kRows);
         const float scale = static_cast<float>(problem.scale) * kLog2E;
         const uint32_t shared = ptx::shared_address(attention_shared);
         const auto keys_at = [&](int stage) { return shared + static_cast<uint32_t>(stage * kStage); };
@@ -94,11 +95,13 @@ struct TiledAttention {
 
         uint32_t query[kSteps][4];
         const Mask* of_mask[2];
+        int own_keys[2];  // how many keys a row sees, if kCausal
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + 8 * half;
             const auto* bytes = reinterpret_cast<const unsigned char*>(head.query(row)) + 4 * part;
             of_mask[half] = kMasked ? head.mask_of(row) : nullptr;
+            own_keys[half] = kCausal ? static_cast<int>(head.place(head.existing(row)).query) + 1 : 0;
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -126,7 +129,8 @@ struct TiledAttention {
             read_mask(added, of_mask, problem, first + 2 * part);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                weigh(score[0], half, most[half], total[half], sum, added[half], left - 2 * part, scale);
+                const int seen = kCausal ? min(left, own_keys[half] - first) : left;
+                weigh(score[0], half, most[half], total[half], sum, added[half], seen - 2 * part, scale);
             }
             A weights[kOfKeys];
             pack(weights, score[0]);
@@ -171,6 +175,12 @@ struct TiledAttention {
 #endif  // __CUDACC_RTC__
 
 private:
+    // How many keys the rows of a block see. They may be of several heads.
+    static __device__ __forceinline__ int keys_of_block(const Problem& problem, int first_row) {
+        const int keys = static_cast<int>(problem.keys), queries = static_cast<int>(problem.queries);
+        return kCausal ? min(keys, min(first_row % queries + kRows, queries)) : keys;
+    }
+
     // What is added for keys `first` and the next, and for those 8 further on. Nothing is read beyond the last key.
     static __device__ __forceinline__ void read_mask(Added (&added)[2][kColumns], const Mask* const (&of_mask)[2],
                                                      const Problem& problem, int first) {
@@ -225,7 +235,7 @@ private:
     }
 
     // Turns 8 queries' scores into weights relative to the greatest score so far, and shrinks the sums accordingly.
-    // `left`: the number of keys from the thread's first one on.
+    // `left`: the number of keys that the queries see, from the thread's first one on.
     static __device__ __forceinline__ void weigh(float (&score)[kColumns][4], int half, float& most, float& total,
                                                  float (&sum)[kChannels][4], const Added (&added)[kColumns], int left,
                                                  float scale) {
