@@ -225,8 +225,8 @@ def own_choices(choices, monkeypatch):
         of_mask = [0] * 4 if added is None else [n * (added.shape[dim] > 1) for dim, n in enumerate(added.strides)]
         problem = kernels.Problem(
             batch, count, 1, rows, keys, width, tensors[0].dtype, None if added is None else added.dtype, query[:3],
-            key[:3], value[:3], attention._by_rows(tensors[0].shape)[:3], tuple(of_mask), period, scale,
-            mask_alignment=16,
+            key[:3], value[:3], attention._by_rows(tensors[0].shape)[:3], tuple(of_mask), period,
+            scale=scale, mask_alignment=16,
         )  # fmt: skip
         made = kernels.candidates(problem) if tensors[2].shape[3] == width else ()
         kernel = next((kernel for kernel in made if not kernel.workspace), None)

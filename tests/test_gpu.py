@@ -672,7 +672,7 @@ def by_this_tile(monkeypatch, forget):
 def test_every_tile_of_warpgroups(tile, dtype, by_this_tile):
     expected = by_this_tile(tile, dtype)
     # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages
-    for rows, features, depth in ((5, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
+    for rows, features, depth in ((5, 8, 16), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
         model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
         assert expected in check(model, gpu_tensor(rows, depth, dtype=dtype), dtype)
     x = gpu_tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
@@ -688,7 +688,7 @@ def test_every_tile_of_warpgroups(tile, dtype, by_this_tile):
 def test_warpgroups_read_across_rows(tile, dtype, turned, by_this_tile):
     """A weight as (K, N); and x as (K, M), as products for a weight's gradient have both."""
     expected = by_this_tile(tile, dtype)
-    for rows, features, depth in ((8, 8, 8), (80, 200, 133), (5000, 1000, 72), (1000, 520, 2052)):
+    for rows, features, depth in ((8, 8, 16), (80, 200, 133), (5000, 1000, 72), (1000, 520, 2052)):
         model = Net(lambda s, x: F.relu((x.t() if turned else x) @ s.w), w=torch.randn(depth, features))
         shape = (depth, rows) if turned else (rows, -(-depth // 8) * 8)
         x = gpu_tensor(*shape, dtype=dtype)

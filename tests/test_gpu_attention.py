@@ -3,6 +3,8 @@
 Expected values come from torch in float64. Skipped without a GPU of compute capability 8.0.
 """
 
+import copy
+import functools
 import math
 import random
 
@@ -12,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from helpers import ON_GPU, kernels_launched
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
 from fxfuse.cuda import attention as kernels
-from fxfuse.cuda import tune
+from fxfuse.cuda import exactness, tune
 from fxfuse.problem import Plan
-from fxfuse.program import attention
+from fxfuse.program import attention, attention_gradient
 
 pytestmark = ON_GPU
 
@@ -87,6 +90,104 @@ def test_every_kernel_is_no_less_exact_than_torch(seed, monkeypatch):
         assert have.stride() == eager.stride()
         error, allowed = (float((result.double() - exact).norm() / exact.norm()) for result in (have, eager))
         assert error <= 1.1 * allowed + 1e-7, (candidate.name, error, allowed)
+
+
+# ------------------------------------------------------------------------------------------ gradients
+
+
+class _Backward(TorchDispatchMode):
+    """Notes the call of torch's operator for attention's gradients, and its result."""
+
+    call = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function in attention_gradient.OPERATORS:
+            self.call = function, args, kwargs or {}, result
+        return result
+
+
+def _drawn_to_train(seed):
+    """Query, key and value that need gradients, the result's gradient, and whether the mask is causal."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = draw.choice(DTYPES)
+    batch, heads = draw.randint(1, 6), draw.randint(1, 9)
+    queries, keys = draw.choice([(49, 49), (197, 197), (300, 77), (17, 400), (512, 512), (5, 5), (1, 33)])
+    width = draw.choice([8, 24, 32, 64] if dtype == torch.float32 else [8, 32, 40, 64, 128])
+    made = [
+        torch.randn(batch, size, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
+        for size in (queries, keys, keys, queries)
+    ]
+    return [tensor.requires_grad_() for tensor in made[:3]], made[3], queries == keys and draw.random() < 0.5
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("seed", range(24))
+def test_gradients_are_no_less_exact_than_torchs(seed, backend, monkeypatch):
+    leaves, dout, is_causal = _drawn_to_train(seed)
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal)
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)), _Backward() as noted:
+        try:
+            result = attend(*leaves)
+            torch.autograd.grad(result, leaves, dout)
+        except RuntimeError as error:
+            pytest.skip(f"torch: {error}")
+    assert noted.call is not None
+    draft = tune.draft
+
+    def ours(problem, candidates):
+        for candidate in candidates:  # they run as when they are measured
+            candidate.build()(*exactness.example(problem))
+        return draft(problem, [candidate for candidate in candidates if not candidate.library])
+
+    monkeypatch.setattr(tune, "draft", ours)
+    planned = attention_gradient.planned(*noted.call)
+    assert planned is not None
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = torch.autograd.grad(attend(*doubles), doubles, dout.double())
+    for have, torchs, best in zip(planned()[:3], noted.call[3][:3], exact, strict=True):
+        assert have.stride() == torchs.stride()
+        error, allowed = (float((one.double() - best).norm() / best.norm()) for one in (have, torchs))
+        assert error <= 1.1 * allowed + 1e-7, (error, allowed)
+    assert all(torch.equal(one, other) for one, other in zip(planned()[:3], planned()[:3], strict=True))
+
+
+class Trained(nn.Module):
+    """Causal attention of eight heads."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768, dtype=dtype), nn.Linear(256, 256, dtype=dtype)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, 8, 32).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2)).relu()
+
+
+def test_a_training_step_takes_its_gradients_from_our_kernel(monkeypatch):
+    monkeypatch.setenv("FXFUSE_TUNE", "0")  # what comes first
+    torch.manual_seed(0)
+    model = Trained(torch.float32).cuda()
+    exact = copy.deepcopy(model).double()
+    x, dy = (torch.randn(3, 130, 256, device="cuda") for _ in range(2))
+    fast = fxfuse.optimize(copy.deepcopy(model))
+
+    def step(model, x, dy):
+        model.zero_grad()
+        x = x.clone().requires_grad_()
+        model(x).backward(dy)
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    for _ in range(4):
+        have = step(fast, x, dy)
+    eager, best = step(model, x, dy), step(exact, x.double(), dy.double())
+    for one, other, double in zip(have, eager, best, strict=True):
+        error, allowed = (float((gradient - double).norm() / double.norm()) for gradient in (one, other))
+        assert error <= 1.5 * allowed + 1e-7, (error, allowed)
+    assert sum("attention_gradient_kernel" in name for name in kernels_launched(lambda: step(fast, x, dy))) == 2
 
 
 class Cached(nn.Module):

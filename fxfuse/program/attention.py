@@ -491,10 +491,10 @@ def _described(
         width=width,
         element=query.dtype,
         mask=masks[0].dtype if masks else None,
-        q=_moving(query),
-        k=_moving(key),
-        v=_moving(value),
-        out=_moving(expected),
+        q=moving(query),
+        k=moving(key),
+        v=moving(value),
+        out=moving(expected),
         mask_strides=mask_strides,
         mask_period=period,
         is_causal=is_causal,
@@ -506,7 +506,7 @@ def _described(
     )
 
 
-def _moving(tensor: torch.Tensor) -> attention.Strides:
+def moving(tensor: torch.Tensor) -> attention.Strides:
     """The strides of batch, head and row; 0 for dimensions of size 1."""
     batch, head, row = (stride * (size > 1) for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
     return batch, head, row

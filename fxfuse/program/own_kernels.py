@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -29,9 +31,9 @@ def may_compute(expected: torch.Tensor) -> bool:
 
 
 def quickest(
-    problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate, expected: torch.Tensor, count: int,
-    tensors: Sequence[torch.Tensor], are_first: bool,
-) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+    problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate,
+    expected: torch.Tensor | Sequence[torch.Tensor], count: int, tensors: Sequence[torch.Tensor], are_first: bool,
+) -> Callable[[], Any] | None:  # fmt: skip
     """A function that computes `expected` from `tensors` by the quickest kernel.
 
     None if torch is the quickest, or if no kernel could be made.
@@ -39,10 +41,11 @@ def quickest(
     Args:
         problem: the key under which the choice is measured and remembered (`problem_of`).
         library: torch's candidate.
+        expected: torch's result, or its results.
         count: how many of the tensors the kernels read: the first ones.
         are_first: whether the kernels come before torch's candidate where nothing is measured.
     """
-    capability = gpu.capability(expected.device)
+    capability = gpu.capability(problem.x.device)
     try:
         own = [candidate(kernel, problem, expected, capability, count) for kernel in kernels]
         plan = tune.draft(problem, [*own, library] if are_first else [library, *own])()
@@ -65,24 +68,31 @@ def source_of(kernel: Kernel, dtype: torch.dtype, capability: tuple[int, int]) -
 
 
 def candidate(
-    kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int], count: int
-) -> tune.Candidate:
-    """A kernel that makes results like `expected` from `count` tensors, the first of which is the problem's x."""
-    shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
+    kernel: Kernel, problem: Problem, expected: torch.Tensor | Sequence[torch.Tensor], capability: tuple[int, int],
+    count: int,
+) -> tune.Candidate:  # fmt: skip
+    """A kernel that makes a result like `expected` from `count` tensors, the first of which is the problem's x.
+
+    If several results are expected, it makes a tuple of them.
+    """
+    is_one = isinstance(expected, torch.Tensor)
+    results = [expected] if isinstance(expected, torch.Tensor) else expected
+    made = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
+    shape, _, dtype = made[0]
     operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
     assert operands is not None, "there are none"
 
     def compiled() -> Run:
         queue = queue_by_address(problem, operands, kernel, build.load(source_of(kernel, dtype, capability)))
 
-        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
-            out = empty_strided(shape, strides, dtype)
-            addresses = [tensor.data_ptr() for tensor in (x, *others[: count - 1], out)]
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
+            out = tuple(itertools.starmap(empty_strided, made))
+            addresses = [tensor.data_ptr() for tensor in (x, *others[: count - 1], *out)]
             if kernel.workspace:
                 workspace = empty_strided((kernel.workspace,), (1,), torch.uint8)
                 addresses.append(workspace.data_ptr())
             queue((), *addresses)
-            return out
+            return out[0] if is_one else out
 
         return on_device(problem.x.device.index, run)
 

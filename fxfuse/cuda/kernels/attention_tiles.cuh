@@ -1,18 +1,12 @@
 // The same attention for many queries. A block takes a tile of queries and reads all keys and values, tile after tile,
 // through shared memory: the next tile is on its way while this one is computed. Scores are never in memory (online
-// softmax, as in attention.cuh; Dao 2023 has the division into warps).
-//
-//   scores [query][key] = q [query][channel] * k [channel][key]
-//   sums [query][channel] = weights [query][key] * v [key][channel]
-//
-// A thread has the scores of two neighbouring keys (D of mma.cuh). In 16 bits that is what it needs of the weights (A).
-// In float32 an instruction takes 8 keys, and a thread needs keys t and t + 4 of these. So keys 2t and 2t + 1 take their
-// places, in weights and in values alike.
+// softmax, as in attention.cuh; Dao 2023 has the division into warps). attention_products.cuh has the products.
 #pragma once
 
 #include <cstdint>
 
 #include "attention.cuh"
+#include "attention_products.cuh"
 #include "epilogue.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
@@ -31,6 +25,7 @@ struct alignas(2 * sizeof(Mask)) TwoAdded {
 template <class Mma, class Mask_, int kWidth, int kKeys, int kWarps, bool kPairs, int kBlocks_, class Output_,
           class Epilogue_>
 struct TiledAttention {
+    using Products = AttentionProducts<Mma, kWidth, kKeys>;
     using Element = typename Mma::Element;
     using Mask = Mask_;
     using Output = Output_;
@@ -38,22 +33,14 @@ struct TiledAttention {
     using Problem = AttentionProblem;
     using Head = AttentionHead<Element, Mask>;
     using Added = TwoAdded<Mask>;
-    using A = typename Mma::A;
-    using B = typename Mma::B;
 
     static constexpr bool kMasked = kIsMask<Mask>, kCausal = kIsCausal<Mask>;
-    static constexpr bool kPacked = sizeof(Element) == 2;
     static constexpr int kTensors = 4 + kMasked;  // q, k, v, the mask, out
-    static constexpr int kWarp = 32, kThreads = kWarps * kWarp;
+    static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
     static constexpr int kBlocks = kBlocks_;
     static constexpr int kRows = kWarps * kMmaM;  // queries
-    static constexpr int kBytes = kWidth * static_cast<int>(sizeof(Element)), kChunk = 16;
-    static constexpr int kSteps = (kBytes + kMmaBytesOfK - 1) / kMmaBytesOfK;  // instructions along a row
-    static constexpr int kStride = kBytes + kChunk;  // of a row in shared memory, zeros at its end: no bank conflicts
-    static constexpr int kColumns = kKeys / kMmaN, kChannels = kWidth / kMmaN;  // tiles of scores, and of sums
-    static constexpr int kOfKeys = kPacked ? kKeys / 16 : kColumns;             // instructions along a tile's keys
-    static constexpr int kStage = 2 * kKeys * kStride;                          // bytes of a tile's keys and values
-    static_assert(kWidth % kMmaN == 0 && kKeys % 16 == 0);
+    static constexpr int kColumns = Products::kColumns, kChannels = Products::kChannels;
+    static constexpr int kStage = 2 * Products::kTileBytes;  // bytes of a tile's keys and values
 
     // Two stages, unless there is one tile of keys.
     static __device__ __host__ __forceinline__ int stages(const Problem& problem) {
@@ -72,45 +59,23 @@ struct TiledAttention {
         const float scale = static_cast<float>(problem.scale) * kLog2E;
         const uint32_t shared = ptx::shared_address(attention_shared);
         const auto keys_at = [&](int stage) { return shared + static_cast<uint32_t>(stage * kStage); };
-        const auto values_at = [&](int stage) { return keys_at(stage) + kStage / 2; };
 
-        if constexpr (kSteps * kMmaBytesOfK > kBytes || kChannels % 2) {  // the zeros at the ends of rows are read
-            for (int row = thread; row < stages(problem) * 2 * kKeys; row += kThreads) {
-                ptx::store_shared_16(shared + static_cast<uint32_t>(row * kStride + kBytes), uint4{0, 0, 0, 0});
-            }
-        }
+        Products::template clear_ends<kThreads>(shared, stages(problem) * 2 * kKeys, thread);
         const auto fetch = [&](int first, int stage) {
-            constexpr int kOfRow = kBytes / kChunk;
-            for (int index = thread; index < kKeys * kOfRow; index += kThreads) {
-                const int row = index / kOfRow, chunk = index % kOfRow, key = first + row;
-                const int valid = key < keys ? kChunk : 0;
-                const auto place = static_cast<uint32_t>(row * kStride + chunk * kChunk);
-                const int64_t channel = chunk * (kChunk / static_cast<int>(sizeof(Element)));
-                ptx::cp_async_16(keys_at(stage) + place, head.k + key * problem.k.row + channel, valid);
-                ptx::cp_async_16(values_at(stage) + place, head.v + key * problem.v.row + channel, valid);
-            }
-            ptx::cp_async_commit();
+            Products::template fetch<kThreads>(keys_at(stage), head.k, problem.k.row, head.v, problem.v.row, first, keys,
+                                               thread);
         };
         fetch(0, 0);
 
-        uint32_t query[kSteps][4];
+        typename Products::Own query;
         const Mask* of_mask[2];
         int own_keys[2];  // how many keys a row sees, if kCausal
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + 8 * half;
-            const auto* bytes = reinterpret_cast<const unsigned char*>(head.query(row)) + 4 * part;
+            Products::read_own(query, half, head.query(row), part);
             of_mask[half] = kMasked ? head.mask_of(row) : nullptr;
             own_keys[half] = kCausal ? static_cast<int>(head.place(head.existing(row)).query) + 1 : 0;
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-                for (int end = 0; end < 2; ++end) {
-                    const int at = step * kMmaBytesOfK + end * kChunk;
-                    query[step][2 * end + half] =
-                        at < kBytes ? __ldg(reinterpret_cast<const uint32_t*>(bytes + at)) : 0u;
-                }
-            }
         }
 
         float sum[kChannels][4] = {}, most[2] = {nothing(), nothing()}, total[2] = {};
@@ -123,18 +88,18 @@ struct TiledAttention {
                 ptx::cp_async_wait<0>();
             }
             __syncthreads();
-            float score[1][kColumns][4] = {};
-            multiply_keys(score, query, keys_at(stage), lane);
+            float score[kColumns][4];
+            Products::multiply_rows(score, query, keys_at(stage), lane);
             Added added[2][kColumns];
             read_mask(added, of_mask, problem, first + 2 * part);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int seen = kCausal ? min(left, own_keys[half] - first) : left;
-                weigh(score[0], half, most[half], total[half], sum, added[half], seen - 2 * part, scale);
+                weigh(score, half, most[half], total[half], sum, added[half], seen - 2 * part, scale);
             }
-            A weights[kOfKeys];
-            pack(weights, score[0]);
-            multiply_values(sum, weights, values_at(stage), lane);
+            typename Products::A weights[Products::kOfRows];
+            Products::pack(weights, score);
+            Products::multiply_tile(sum, weights, keys_at(stage) + Products::kTileBytes, lane);
             __syncthreads();  // the next tile but one takes this one's memory
         }
 #pragma unroll
@@ -205,35 +170,6 @@ private:
         }
     }
 
-    // score = query * keys. Keys beyond the last one are zeros.
-    static __device__ __forceinline__ void multiply_keys(float (&score)[1][kColumns][4],
-                                                         const uint32_t (&query)[kSteps][4], uint32_t keys, int lane) {
-        // An ldmatrix reads 16 keys: of each 8, both halves of an instruction's bytes.
-        const int matrix = lane / 8, row = matrix / 2 * 8 + lane % 8;
-        const uint32_t own = keys + static_cast<uint32_t>(row * kStride + matrix % 2 * kChunk);
-        constexpr int kRun = kPacked ? kSteps : 4;  // tensor cores truncate where they accumulate
-#pragma unroll
-        for (int begin = 0; begin < kSteps; begin += kRun) {
-            float run[1][kColumns][4] = {};
-#pragma unroll
-            for (int step = begin; step < begin + kRun && step < kSteps; ++step) {
-                const A a[1] = {Mma::make_a(query[step])};
-#pragma unroll
-                for (int two = 0; two < kColumns / 2; ++two) {
-                    uint32_t raw[4];
-                    ptx::ldmatrix_x4(raw, own + static_cast<uint32_t>(two * 16 * kStride + step * kMmaBytesOfK));
-                    const B b[2] = {Mma::make_b({raw[0], raw[1]}), Mma::make_b({raw[2], raw[3]})};
-                    multiply_add<Mma, 0, Mma::kProducts>(run, 2 * two, a, b);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) score[0][j][i] = begin == 0 ? run[0][j][i] : score[0][j][i] + run[0][j][i];
-            }
-        }
-    }
-
     // Turns 8 queries' scores into weights relative to the greatest score so far, and shrinks the sums accordingly.
     // `left`: the number of keys that the queries see, from the thread's first one on.
     static __device__ __forceinline__ void weigh(float (&score)[kColumns][4], int half, float& most, float& total,
@@ -269,63 +205,6 @@ private:
         for (int j = 0; j < kChannels; ++j) {
             sum[j][2 * half] *= shrinks;
             sum[j][2 * half + 1] *= shrinks;
-        }
-    }
-
-    static __device__ __forceinline__ void pack(A (&weights)[kOfKeys], const float (&score)[kColumns][4]) {
-#pragma unroll
-        for (int i = 0; i < kOfKeys; ++i) {
-            uint32_t raw[4];
-#pragma unroll
-            for (int end = 0; end < 2; ++end) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    if constexpr (kPacked) {
-                        const float(&of_keys)[4] = score[2 * i + end];
-                        raw[2 * end + half] = pack_two<Element>(of_keys[2 * half], of_keys[2 * half + 1]);
-                    } else {
-                        raw[2 * end + half] = __float_as_uint(score[i][2 * half + end]);
-                    }
-                }
-            }
-            weights[i] = Mma::make_a(raw);
-        }
-    }
-
-    // sum += weights * values.
-    static __device__ __forceinline__ void multiply_values(float (&sum)[kChannels][4], const A (&weights)[kOfKeys],
-                                                           uint32_t values, int lane) {
-        if constexpr (kPacked) {
-            // An ldmatrix reads 16 keys of 16 channels.
-            const int matrix = lane / 8, row = matrix % 2 * 8 + lane % 8;
-            const uint32_t own = values + static_cast<uint32_t>(row * kStride + matrix / 2 * kChunk);
-#pragma unroll
-            for (int i = 0; i < kOfKeys; ++i) {
-#pragma unroll
-                for (int j = 0; j < kChannels; j += 2) {
-                    uint32_t raw[4];
-                    ptx::ldmatrix_x4_trans(raw, own + static_cast<uint32_t>(i * 16 * kStride + j * kChunk));
-                    Mma::template product<0>(sum[j], weights[i], Mma::make_b({raw[0], raw[1]}));
-                    if (j + 1 < kChannels) {
-                        Mma::template product<0>(sum[j + 1], weights[i], Mma::make_b({raw[2], raw[3]}));
-                    }
-                }
-            }
-        } else {
-            const uint32_t own = values + static_cast<uint32_t>(lane % 4 * 2 * kStride + lane / 4 * 4);
-#pragma unroll
-            for (int j = 0; j < kChannels; ++j) {
-                float run[1][1][4] = {};  // tensor cores truncate where they accumulate
-#pragma unroll
-                for (int i = 0; i < kOfKeys; ++i) {
-                    const uint32_t at = own + static_cast<uint32_t>(i * kMmaN * kStride + j * kMmaN * 4);
-                    const A a[1] = {weights[i]};
-                    const B b[1] = {Mma::make_b({ptx::load_shared_4(at), ptx::load_shared_4(at + kStride)})};
-                    multiply_add<Mma, 0, Mma::kProducts>(run, 0, a, b);
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[j][i] += run[0][0][i];
-            }
         }
     }
 };

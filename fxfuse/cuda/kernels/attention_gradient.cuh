@@ -1,0 +1,243 @@
+// The gradients of out[l] = sum over s of p[l][s] * v[s], p the softmax over s of q[l] . k[s] * scale, for each head: dq,
+// dk and dv from dout, from out, and from the logarithms of the sums that the softmax divides by.
+//
+//   dp[l][s] = dout[l] . v[s]                      ds[l][s] = p[l][s] * (dp[l][s] - delta[l])
+//   delta[l] = dout[l] . out[l]                    dq[l] = sum over s of ds[l][s] * k[s] * scale
+//   dv[s] = sum over l of p[l][s] * dout[l]        dk[s] = sum over l of ds[l][s] * q[l] * scale
+//
+// The weights p are computed again. One kernel has a tile of queries in each block, reads all keys and values, and writes
+// dq and delta. The next one has a tile of keys, reads all queries and rows of dout, and writes dk and dv. So a sum is
+// always computed in the same order: two products more than with atomic additions, and deterministic.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.cuh"
+#include "attention_products.cuh"
+#include "epilogue.cuh"
+#include "mma.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+struct AttentionGradientProblem {
+    int64_t batch, heads, queries, keys;
+    int64_t logs_batch, logs_head;  // strides of the logarithms, one for each query
+    AttentionStrides q, k, v, out, dout, dq, dk, dv;
+    double scale;
+};
+
+template <class Element, class Output>
+struct AttentionGradientTensors {
+    const Element *q, *k, *v, *out, *dout;
+    const float* logs;  // natural logarithms
+    Output *dq, *dk, *dv;
+    float* deltas;  // [batch][head][query]
+};
+
+// kOfKeys: whether the block has keys of its own, and reads queries tile after tile.
+template <class Mma, class Mask, int kWidth, int kTile, int kWarps, int kBlocks_, class Output, bool kOfKeys>
+struct AttentionGradientPass {
+    using Products = AttentionProducts<Mma, kWidth, kTile>;
+    using Element = typename Mma::Element;
+    using Problem = AttentionGradientProblem;
+    using Tensors = AttentionGradientTensors<Element, Output>;
+
+    static constexpr bool kCausal = kIsCausal<Mask>;
+    static constexpr int kBlocks = kBlocks_;
+    static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
+    static constexpr int kRows = kWarps * kMmaM;
+    static constexpr int kColumns = Products::kColumns, kChannels = Products::kChannels;
+    static constexpr int kStage = 2 * Products::kTileBytes;
+    static constexpr int kBytes = 2 * kStage;
+
+    // A tensor's rows for the block's batch and head.
+    template <class T>
+    struct Rows {
+        T* first;
+        int64_t stride;
+        __device__ __forceinline__ T* row(int number) const { return first + number * stride; }
+    };
+    template <class T>
+    static __device__ __forceinline__ Rows<T> rows_of(T* tensor, const AttentionStrides& strides) {
+        return {tensor + blockIdx.z * strides.batch + blockIdx.y * strides.head, strides.row};
+    }
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Tensors& tensors) {
+        extern __shared__ __align__(16) unsigned char attention_shared[];  // [stage][two tensors][row][kStride]
+        const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, part = lane % 4;
+        const int queries = static_cast<int>(problem.queries), keys = static_cast<int>(problem.keys);
+        const auto q = rows_of(tensors.q, problem.q), k = rows_of(tensors.k, problem.k);
+        const auto v = rows_of(tensors.v, problem.v), dout = rows_of(tensors.dout, problem.dout);
+        const float* logs = tensors.logs + blockIdx.z * problem.logs_batch + blockIdx.y * problem.logs_head;
+        float* deltas = tensors.deltas + (blockIdx.z * problem.heads + blockIdx.y) * problem.queries;
+        const auto one = kOfKeys ? q : k, other = kOfKeys ? dout : v;  // read tile after tile
+        const int count = kOfKeys ? keys : queries;                    // of own rows
+
+        // First what takes long: the last queries see the most keys, and the first keys are seen by the most queries.
+        const auto block = static_cast<int>(kCausal && !kOfKeys ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kRows;
+        const int own = block + thread / kWarp * kMmaM + lane / 4;  // and + 8
+        const int begin = kCausal && kOfKeys ? block / kTile * kTile : 0;
+        const int end = kOfKeys ? queries : kCausal ? min(keys, block + kRows) : keys;
+        const float scale = static_cast<float>(problem.scale) * kLog2E;
+        const uint32_t shared = ptx::shared_address(attention_shared);
+        const auto tile_at = [&](int stage) { return shared + static_cast<uint32_t>(stage * kStage); };
+        const auto fetch = [&](int first, int stage) {
+            Products::template fetch<kThreads>(tile_at(stage), one.first, one.stride, other.first, other.stride, first,
+                                               end, thread);
+        };
+        Products::template clear_ends<kThreads>(shared, 4 * kTile, thread);
+        if (begin < end) fetch(begin, 0);
+
+        // Rows beyond the last one read what the last one reads.
+        typename Products::Own with_one, with_other;
+        float own_log[2] = {}, own_delta[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = min(own + 8 * half, count - 1);
+            Products::read_own(with_one, half, (kOfKeys ? k : q).row(row), part);
+            Products::read_own(with_other, half, (kOfKeys ? v : dout).row(row), part);
+            if constexpr (!kOfKeys) {
+                typename Products::Own result;
+                Products::read_own(result, half, rows_of(tensors.out, problem.out).row(row), part);
+                own_delta[half] = dot(with_other, result, half);
+                own_log[half] = logs[row] * kLog2E;
+                if (part == 0 && own + 8 * half < count) deltas[row] = own_delta[half];
+            }
+        }
+
+        float of_one[kChannels][4] = {}, of_other[kOfKeys ? kChannels : 1][4] = {};
+        for (int first = begin, stage = 0; first < end; first += kTile, stage ^= 1) {
+            if (end - first > kTile) {
+                fetch(first + kTile, stage ^ 1);
+                ptx::cp_async_wait<1>();
+            } else {
+                ptx::cp_async_wait<0>();
+            }
+            __syncthreads();
+            float weight[kColumns][4];
+            Products::multiply_rows(weight, with_one, tile_at(stage), lane);
+            for_each([&](int j, int half, int i, int of_tile) {
+                float& one_weight = weight[j][2 * half + i];
+                const int row = first + of_tile;
+                bool seen = row < end;
+                if (kCausal) seen = seen && (kOfKeys ? own + 8 * half <= row : row <= own + 8 * half);
+                const float log = kOfKeys ? (row < end ? __ldg(logs + row) * kLog2E : 0.0f) : own_log[half];
+                one_weight = seen ? ptx::exp2(fmaf(one_weight, scale, -log)) : 0.0f;
+            }, part);
+            typename Products::A packed[Products::kOfRows];
+            if constexpr (kOfKeys) {
+                Products::pack(packed, weight);
+                Products::multiply_tile(of_other, packed, tile_at(stage) + Products::kTileBytes, lane);
+            }
+            float gradient[kColumns][4];
+            Products::multiply_rows(gradient, with_other, tile_at(stage) + Products::kTileBytes, lane);
+            for_each([&](int j, int half, int i, int of_tile) {
+                const int row = first + of_tile;
+                const float delta = kOfKeys ? (row < end ? deltas[row] : 0.0f) : own_delta[half];
+                float& one_gradient = gradient[j][2 * half + i];
+                one_gradient = weight[j][2 * half + i] * (one_gradient - delta);
+            }, part);
+            Products::pack(packed, gradient);
+            Products::multiply_tile(of_one, packed, tile_at(stage), lane);
+            __syncthreads();  // the next tile but one takes this one's memory
+        }
+        const auto to = kOfKeys ? rows_of(tensors.dk, problem.dk) : rows_of(tensors.dq, problem.dq);
+        store(to, of_one, static_cast<float>(problem.scale), own, count, part);
+        if constexpr (kOfKeys) store(rows_of(tensors.dv, problem.dv), of_other, 1.0f, own, count, part);
+    }
+
+private:
+    // Calls function(j, half, i, row of the tile) for each score that a thread has, score[j][2 * half + i].
+    template <class Function>
+    static __device__ __forceinline__ void for_each(Function function, int part) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) function(j, half, i, j * kMmaN + 2 * part + i);
+            }
+        }
+    }
+
+    // The product of two rows that four threads share.
+    static __device__ __forceinline__ float dot(const typename Products::Own& a, const typename Products::Own& b,
+                                                int half) {
+        constexpr int kOfWord = 4 / static_cast<int>(sizeof(Element));
+        float sum = 0.0f;
+#pragma unroll
+        for (int step = 0; step < Products::kSteps; ++step) {
+#pragma unroll
+            for (int end = 0; end < 2; ++end) {
+                Elements<Element, kOfWord> x, y;
+                x.unit[0] = a[step][2 * end + half];
+                y.unit[0] = b[step][2 * end + half];
+#pragma unroll
+                for (int i = 0; i < kOfWord; ++i) sum = fmaf(x[i], y[i], sum);
+            }
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        return sum;
+    }
+    static __device__ __forceinline__ void store(const Rows<Output>& to, const float (&sum)[kChannels][4], float factor,
+                                                 int own, int count, int part) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = own + 8 * half;
+            if (row >= count) continue;
+#pragma unroll
+            for (int j = 0; j < kChannels; ++j) {
+                Elements<Output, 2> result;
+                const float value[2] = {sum[j][2 * half] * factor, sum[j][2 * half + 1] * factor};
+                result.set(value);
+                result.store_whole(to.row(row) + j * kMmaN + 2 * part);
+            }
+        }
+    }
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(Pass::kThreads, Pass::kBlocks)
+    attention_gradient_kernel(const __grid_constant__ AttentionGradientProblem problem,
+                              const __grid_constant__ typename Pass::Tensors tensors) {
+    FXFUSE_DEVICE_PASS(Pass::run(problem, tensors));
+}
+
+template <class Mma, class Mask, int kWidth, int kTile, int kWarps, int kBlocks, class Output, class Epilogue>
+struct AttentionGradient {
+    using Element = typename Mma::Element;
+    using Problem = AttentionGradientProblem;
+    template <bool kOfKeys>
+    using Pass = AttentionGradientPass<Mma, Mask, kWidth, kTile, kWarps, kBlocks, Output, kOfKeys>;
+    static constexpr int kTensors = 10;  // q, k, v, out, logs, dout, dq, dk, dv, the workspace
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue&, cudaStream_t stream) {
+        const auto read = [&](int i) { return reinterpret_cast<const Element*>(pointers[i]); };
+        const auto written = [&](int i) { return reinterpret_cast<Output*>(pointers[i]); };
+        const AttentionGradientTensors<Element, Output> tensors{
+            read(0),    read(1),    read(2),    read(3), read(5), reinterpret_cast<const float*>(pointers[4]),
+            written(6), written(7), written(8), reinterpret_cast<float*>(pointers[9])};
+        if (const cudaError_t error = launch_pass<Pass<false>>(problem, tensors, problem.queries, stream);
+            error != cudaSuccess) {
+            return error;
+        }
+        return launch_pass<Pass<true>>(problem, tensors, problem.keys, stream);
+    }
+
+private:
+    template <class Pass>
+    static cudaError_t launch_pass(const Problem& problem, const typename Pass::Tensors& tensors, int64_t rows,
+                                   cudaStream_t stream) {
+        constexpr auto kKernel = attention_gradient_kernel<Pass>;
+        const dim3 grid(static_cast<unsigned>((rows + Pass::kRows - 1) / Pass::kRows),
+                        static_cast<unsigned>(problem.heads), static_cast<unsigned>(problem.batch));
+        if (const cudaError_t error = allow_shared_memory<kKernel>(Pass::kBytes); error != cudaSuccess) return error;
+        return queue(kKernel, grid, Pass::kThreads, static_cast<size_t>(Pass::kBytes), stream, problem, tensors);
+    }
+#endif  // __CUDACC_RTC__
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,96 @@
+"""Gradients of attention: the kernel on an emulated GPU, and which problems it takes.
+
+Expected values come from torch in float64.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from emulator import available, launch
+
+from fxfuse.cuda import attention_gradient
+
+ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Allowed errors, relative to the norm of a gradient."""
+
+
+def described(query, key, value, out, dout, logs, made, is_causal=False, scale=0.3):
+    """The problem of these tensors."""
+    batch, heads, queries, width = query.shape
+    return attention_gradient.Problem(
+        batch, heads, queries, key.shape[2], width, query.dtype,
+        *(tensor.stride()[:3] for tensor in (query, key, value, out, dout, *made)),
+        logs.stride()[:2], is_causal, scale,
+    )  # fmt: skip
+
+
+def exact(query, key, value, dout, is_causal, scale=0.3):
+    """The result, the logarithms of the softmax's sums, and the gradients, in float64."""
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    scores = leaves[0] @ leaves[1].transpose(2, 3) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+    out = scores.softmax(-1) @ leaves[2]
+    return out.detach(), scores.detach().logsumexp(-1), torch.autograd.grad(out, leaves, dout.double())
+
+
+PROBLEMS = [
+    # batch, heads, queries, keys, width, dtype, causal
+    (2, 3, 49, 49, 32, torch.float32, False),
+    (1, 2, 130, 77, 64, torch.float32, False),
+    (1, 2, 100, 100, 64, torch.float32, True),
+    (1, 1, 40, 90, 24, torch.float32, True),
+    (2, 1, 90, 40, 8, torch.float32, True),
+    (1, 1, 5, 3, 64, torch.float32, False),
+    (1, 2, 150, 150, 64, torch.bfloat16, True),
+    (2, 2, 70, 133, 40, torch.float16, False),
+    (1, 1, 65, 65, 128, torch.bfloat16, False),
+]
+
+
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_kernel_on_an_emulated_gpu(problem):
+    batch, heads, queries, keys, width, dtype, is_causal = problem
+    torch.manual_seed(0)
+    query, dout = (torch.randn(batch, queries, heads, width).to(dtype).transpose(1, 2) for _ in range(2))
+    key = torch.randn(batch, heads, keys + 3, width).to(dtype)[:, :, :keys]
+    value = torch.randn(batch, heads, keys, width).to(dtype)
+    out, logs, want = exact(query, key, value, dout, is_causal)
+    out = out.to(dtype)
+    padded = torch.full((batch, heads, queries + 5), math.inf)  # as torch's memory-efficient attention has them
+    padded[..., :queries] = logs
+    made = [torch.full((batch, size + 1, heads, width), 99.0, dtype=dtype) for size in (queries, keys, keys)]
+    views = [tensor[:, :-1].transpose(1, 2) for tensor in made]
+    kernels = attention_gradient.candidates(described(query, key, value, out, dout, padded, views, is_causal))
+    assert kernels
+    for kernel in kernels:
+        launch(kernel, "acc", (query, key, value, out, padded, dout, *views))
+        for name, have, expected, whole in zip(("dq", "dk", "dv"), views, want, made, strict=True):
+            error = float((have.double() - expected).norm() / expected.norm())
+            assert error < ERRORS[dtype], (kernel.name, name, error)
+            assert (whole[:, -1] == 99).all(), "writes outside its result"
+
+
+def test_problems_without_a_kernel():
+    query = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
+    problem = described(*[query] * 5, torch.empty(2, 4, 100), [query] * 3)
+    assert attention_gradient.candidates(problem)
+    for other in (
+        {"width": 60}, {"width": 256}, {"alignment": 8}, {"dout": (0, 0, 0), "alignment": 2}, {"keys": 0},
+        {"keys": 5000},  # torch's flash attention is quicker
+        {"element": torch.float32, "width": 128},  # more than a thread has registers for
+        {"k": (100, 100, 65)},
+    ):  # fmt: skip
+        assert not attention_gradient.candidates(dataclasses.replace(problem, **other)), other
+
+
+def test_torch_defines_the_logarithms_so():
+    """What torch's attention keeps for its gradients: natural logarithms."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    _, logs, _ = exact(query, key, value, query, False)
+    _, have = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=0.3)
+    assert torch.allclose(have.double(), logs)
