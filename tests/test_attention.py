@@ -90,6 +90,27 @@ def test_every_kernel_on_an_emulated_gpu(problem):
         assert (memory[-guard:] == 99).all(), "writes outside its result"
 
 
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_keys_and_values_do_as_in_eager(dtype):
+    """Float32's products are computed in parts, of which an infinity has none."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 32).to(dtype) for _ in range(3))
+    query[0, 0, :, 5] = query[0, 0, :, 5].abs()
+    key[0, 0, 7, 5] = -math.inf  # a weight of 0 for all queries
+    key[0, 1, 9, 3] = math.inf  # NaN where the query's channel is positive
+    value[0, 0, 11, 2] = math.inf
+    value[0, 0, 12, 4] = math.nan
+    out = torch.empty_like(query)
+    want = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), scale=0.3)
+    (kernel,) = attention.candidates(described(query, key, value, None, out))
+    launch(kernel, "acc", (query, key, value, out))
+    assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.isinf(), want.isinf())
+    assert 0 < int(want.isnan().sum()) < want.numel() and int(want.isinf().sum()) == 40
+    finite = want.isfinite()
+    assert float((out.double() - want)[finite].abs().max()) < ERRORS[dtype]
+
+
 def test_blocks_share_the_keys_of_few_heads():
     query, cache = torch.empty(1, 8, 1, 128), torch.empty(1, 8, 4096, 128)
     problem = described(query, cache, cache, None, query)

@@ -17,10 +17,8 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
 
 HEADER: Final = "attention_gradient.cuh"
-MOST_WIDTH: Final = {2: 128, 4: 64}
-"""Most channels for which a thread has registers, by the bytes of an element."""
-TILE: Final = 32
-"""Rows of a tile that blocks read: keys, or queries."""
+MOST_WIDTH: Final = 128
+"""Most channels for which a thread has registers."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +65,28 @@ def candidates(problem: Problem) -> list[Kernel]:
     sizes = (problem.batch, problem.heads, problem.keys, problem.queries)
     if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or max(sizes[2:]) > MOST_KEYS:
         return []
-    if width % 8 or width * size % ACCESS or width > MOST_WIDTH[size] or (size == 2 and problem.keys > FLASH):
+    if width % 8 or width * size % ACCESS or width > MOST_WIDTH or (size == 2 and problem.keys > FLASH):
         return []
     warps = min(MOST_WARPS, -(-max(problem.queries, problem.keys) // MMA_ROWS))
     mma = MMA["tf32x3" if problem.element == torch.float32 else "fp16" if problem.element == torch.float16 else "bf16"]
-    mask, blocks = "CausalMask" if problem.is_causal else "NoMask", 3 if width * size <= 128 else 2
+    mask, (tile, blocks) = "CausalMask" if problem.is_causal else "NoMask", _shape(width, size)
     element = str(problem.element).removeprefix("torch.")
     return [
         Kernel(
             name=f"gradients of attention {element} {width}, {'causal, ' * problem.is_causal}{MMA_ROWS * warps} rows",
             header=HEADER,
-            type=f"AttentionGradient<{mma}, {mask}, {width}, {TILE}, {warps}, {blocks}, {{output}}, {{epilogue}}>",
+            type=f"AttentionGradient<{mma}, {mask}, {width}, {tile}, {warps}, {blocks}, {{output}}, {{epilogue}}>",
             params=_params(problem),
             workspace=problem.batch * problem.heads * problem.queries * 4,
         )
     ]
+
+
+def _shape(width: int, size: int) -> tuple[int, int]:
+    """The rows of a tile that blocks read, keys or queries, and how many blocks share a multiprocessor's registers."""
+    if width > 64:
+        return (16, 2) if size == 4 else (32, 2)
+    return (32, 4) if size == 2 and width <= 32 else (32, 3)
 
 
 def _params(problem: Problem) -> bytes:

@@ -38,7 +38,8 @@ struct AttentionGradientTensors {
 // kOfKeys: whether the block has keys of its own, and reads queries tile after tile.
 template <class Mma, class Mask, int kWidth, int kTile, int kWarps, int kBlocks_, class Output, bool kOfKeys>
 struct AttentionGradientPass {
-    using Products = AttentionProducts<Mma, kWidth, kTile>;
+    using Products = AttentionProducts<typename Mma::Unguarded, kWidth, kTile>;
+    using Guarded = AttentionProducts<Mma, kWidth, kTile>;
     using Element = typename Mma::Element;
     using Problem = AttentionGradientProblem;
     using Tensors = AttentionGradientTensors<Element, Output>;
@@ -49,7 +50,8 @@ struct AttentionGradientPass {
     static constexpr int kRows = kWarps * kMmaM;
     static constexpr int kColumns = Products::kColumns, kChannels = Products::kChannels;
     static constexpr int kStage = 2 * Products::kTileBytes;
-    static constexpr int kBytes = 2 * kStage;
+    static constexpr int kOwnBytes = kRows * Products::kStride;  // of one tensor's own rows
+    static constexpr int kBytes = 2 * kOwnBytes + 2 * kStage;
 
     // A tensor's rows for the block's batch and head.
     template <class T>
@@ -64,8 +66,9 @@ struct AttentionGradientPass {
     }
 
     static __device__ __forceinline__ void run(const Problem& problem, const Tensors& tensors) {
-        extern __shared__ __align__(16) unsigned char attention_shared[];  // [stage][two tensors][row][kStride]
-        const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, part = lane % 4;
+        // [two tensors][own row][kStride], then [stage][two tensors][row][kStride]
+        extern __shared__ __align__(16) unsigned char attention_shared[];
+        const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp, part = lane % 4;
         const int queries = static_cast<int>(problem.queries), keys = static_cast<int>(problem.keys);
         const auto q = rows_of(tensors.q, problem.q), k = rows_of(tensors.k, problem.k);
         const auto v = rows_of(tensors.v, problem.v), dout = rows_of(tensors.dout, problem.dout);
@@ -76,71 +79,83 @@ struct AttentionGradientPass {
 
         // First what takes long: the last queries see the most keys, and the first keys are seen by the most queries.
         const auto block = static_cast<int>(kCausal && !kOfKeys ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kRows;
-        const int own = block + thread / kWarp * kMmaM + lane / 4;  // and + 8
+        const int own = block + warp * kMmaM + lane / 4;  // and + 8
         const int begin = kCausal && kOfKeys ? block / kTile * kTile : 0;
         const int end = kOfKeys ? queries : kCausal ? min(keys, block + kRows) : keys;
         const float scale = static_cast<float>(problem.scale) * kLog2E;
         const uint32_t shared = ptx::shared_address(attention_shared);
-        const auto tile_at = [&](int stage) { return shared + static_cast<uint32_t>(stage * kStage); };
+        const auto tile_at = [&](int stage) { return shared + static_cast<uint32_t>(2 * kOwnBytes + stage * kStage); };
         const auto fetch = [&](int first, int stage) {
             Products::template fetch<kThreads>(tile_at(stage), one.first, one.stride, other.first, other.stride, first,
                                                end, thread);
         };
-        Products::template clear_ends<kThreads>(shared, 4 * kTile, thread);
-        if (begin < end) fetch(begin, 0);
+        Products::template clear_ends<kThreads>(shared, 2 * kRows + 4 * kTile, thread);
+        const auto with_one = kOfKeys ? k : q, with_other = kOfKeys ? v : dout;
+        Products::template fetch<kThreads, kRows>(shared, with_one.first, with_one.stride, with_other.first,
+                                                  with_other.stride, block, count, thread);
+        const uint32_t own_one = Products::own_at(shared + static_cast<uint32_t>(warp * kMmaM * Products::kStride), lane);
+        const uint32_t own_other = own_one + kOwnBytes;
 
-        // Rows beyond the last one read what the last one reads.
-        typename Products::Own with_one, with_other;
         float own_log[2] = {}, own_delta[2] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = min(own + 8 * half, count - 1);
-            Products::read_own(with_one, half, (kOfKeys ? k : q).row(row), part);
-            Products::read_own(with_other, half, (kOfKeys ? v : dout).row(row), part);
             if constexpr (!kOfKeys) {
-                typename Products::Own result;
+                const int row = min(own + 8 * half, count - 1);
+                typename Products::Own result, gradient;
                 Products::read_own(result, half, rows_of(tensors.out, problem.out).row(row), part);
-                own_delta[half] = dot(with_other, result, half);
+                Products::read_own(gradient, half, dout.row(row), part);
+                own_delta[half] = dot(gradient, result, half);
                 own_log[half] = logs[row] * kLog2E;
                 if (part == 0 && own + 8 * half < count) deltas[row] = own_delta[half];
             }
         }
 
-        float of_one[kChannels][4] = {}, of_other[kOfKeys ? kChannels : 1][4] = {};
-        for (int first = begin, stage = 0; first < end; first += kTile, stage ^= 1) {
-            if (end - first > kTile) {
-                fetch(first + kTile, stage ^ 1);
-                ptx::cp_async_wait<1>();
-            } else {
-                ptx::cp_async_wait<0>();
+        float of_one[kChannels][4], of_other[kChannels][4];
+        const auto add_up = [&](auto products) {
+            using Chosen = decltype(products);
+            if (begin < end) fetch(begin, 0);
+            Chosen::clear(of_one);
+            Chosen::clear(of_other);
+            for (int first = begin, stage = 0; first < end; first += kTile, stage ^= 1) {
+                if (end - first > kTile) {
+                    fetch(first + kTile, stage ^ 1);
+                    ptx::cp_async_wait<1>();
+                } else {
+                    ptx::cp_async_wait<0>();
+                }
+                __syncthreads();
+                float weight[kColumns][4];
+                Chosen::multiply_rows(weight, own_one, tile_at(stage), lane);
+                for_each([&](int j, int half, int i, int of_tile) {
+                    float& one_weight = weight[j][2 * half + i];
+                    const int row = first + of_tile;
+                    bool seen = row < end;
+                    if (kCausal) seen = seen && (kOfKeys ? own + 8 * half <= row : row <= own + 8 * half);
+                    const float log = kOfKeys ? (row < end ? __ldg(logs + row) * kLog2E : 0.0f) : own_log[half];
+                    one_weight = seen ? ptx::exp2(fmaf(one_weight, scale, -log)) : 0.0f;
+                }, part);
+                typename Chosen::A packed[Chosen::kOfRows];
+                if constexpr (kOfKeys) {
+                    Chosen::pack(packed, weight);
+                    Chosen::multiply_tile(of_other, packed, tile_at(stage) + Chosen::kTileBytes, lane);
+                }
+                float gradient[kColumns][4];
+                Chosen::multiply_rows(gradient, own_other, tile_at(stage) + Chosen::kTileBytes, lane);
+                for_each([&](int j, int half, int i, int of_tile) {
+                    const int row = first + of_tile;
+                    const float delta = kOfKeys ? (row < end ? deltas[row] : 0.0f) : own_delta[half];
+                    float& one_gradient = gradient[j][2 * half + i];
+                    one_gradient = weight[j][2 * half + i] * (one_gradient - delta);
+                }, part);
+                Chosen::pack(packed, gradient);
+                Chosen::multiply_tile(of_one, packed, tile_at(stage), lane);
+                __syncthreads();  // the next tile but one takes this one's memory
             }
-            __syncthreads();
-            float weight[kColumns][4];
-            Products::multiply_rows(weight, with_one, tile_at(stage), lane);
-            for_each([&](int j, int half, int i, int of_tile) {
-                float& one_weight = weight[j][2 * half + i];
-                const int row = first + of_tile;
-                bool seen = row < end;
-                if (kCausal) seen = seen && (kOfKeys ? own + 8 * half <= row : row <= own + 8 * half);
-                const float log = kOfKeys ? (row < end ? __ldg(logs + row) * kLog2E : 0.0f) : own_log[half];
-                one_weight = seen ? ptx::exp2(fmaf(one_weight, scale, -log)) : 0.0f;
-            }, part);
-            typename Products::A packed[Products::kOfRows];
-            if constexpr (kOfKeys) {
-                Products::pack(packed, weight);
-                Products::multiply_tile(of_other, packed, tile_at(stage) + Products::kTileBytes, lane);
-            }
-            float gradient[kColumns][4];
-            Products::multiply_rows(gradient, with_other, tile_at(stage) + Products::kTileBytes, lane);
-            for_each([&](int j, int half, int i, int of_tile) {
-                const int row = first + of_tile;
-                const float delta = kOfKeys ? (row < end ? deltas[row] : 0.0f) : own_delta[half];
-                float& one_gradient = gradient[j][2 * half + i];
-                one_gradient = weight[j][2 * half + i] * (one_gradient - delta);
-            }, part);
-            Products::pack(packed, gradient);
-            Products::multiply_tile(of_one, packed, tile_at(stage), lane);
-            __syncthreads();  // the next tile but one takes this one's memory
+        };
+        add_up(Products());
+        if constexpr (Mma::kGuarded) {
+            const bool finite = Products::all_finite(of_one) && (!kOfKeys || Products::all_finite(of_other));
+            if (__syncthreads_or(!finite)) add_up(Guarded());
         }
         const auto to = kOfKeys ? rows_of(tensors.dk, problem.dk) : rows_of(tensors.dq, problem.dq);
         store(to, of_one, static_cast<float>(problem.scale), own, count, part);

@@ -47,19 +47,19 @@ struct AttentionProducts {
         }
     }
 
-    // Begins to copy rows `first` and on of two tensors to shared memory, the second one's behind the first one's.
-    // Rows from `end` on are zeros.
-    template <int kThreads>
+    // Begins to copy kRows rows, from `first` on, of two tensors to shared memory, the second one's behind the first
+    // one's. Rows from `end` on are zeros.
+    template <int kThreads, int kRows = kTile>
     static __device__ __forceinline__ void fetch(uint32_t to, const Element* one, int64_t stride, const Element* other,
                                                  int64_t other_stride, int first, int end, int thread) {
         constexpr int kOfRow = kBytes / kChunk;
-        for (int index = thread; index < kTile * kOfRow; index += kThreads) {
+        for (int index = thread; index < kRows * kOfRow; index += kThreads) {
             const int row = index / kOfRow, chunk = index % kOfRow, from = first + row;
             const int valid = from < end ? kChunk : 0;
             const auto place = static_cast<uint32_t>(row * kStride + chunk * kChunk);
             const int64_t channel = chunk * (kChunk / static_cast<int>(sizeof(Element)));
             ptx::cp_async_16(to + place, one + from * stride + channel, valid);
-            ptx::cp_async_16(to + kTileBytes + place, other + from * other_stride + channel, valid);
+            ptx::cp_async_16(to + kRows * kStride + place, other + from * other_stride + channel, valid);
         }
         ptx::cp_async_commit();
     }
@@ -77,8 +77,30 @@ struct AttentionProducts {
         }
     }
 
-    // score = own * tile.
-    static __device__ __forceinline__ void multiply_rows(float (&score)[kColumns][4], const Own& own, uint32_t tile,
+    // The address from which a thread reads its warp's own rows, if they lie in shared memory from `rows` on: an
+    // ldmatrix reads both halves of an instruction's bytes of 16 rows.
+    static __device__ __forceinline__ uint32_t own_at(uint32_t rows, int lane) {
+        return rows + static_cast<uint32_t>((lane / 8 % 2 * 8 + lane % 8) * kStride + lane / 16 * kChunk);
+    }
+    static __device__ __forceinline__ A own_words(uint32_t own, int step) {
+        uint32_t words[4];
+        ptx::ldmatrix_x4(words, own + static_cast<uint32_t>(step * kMmaBytesOfK));
+        return Mma::make_a(words);
+    }
+    static __device__ __forceinline__ A own_words(const Own& own, int step) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            words[i] = own[step][i];
+            // float32's words are split for each tile anew: their parts would take twice the registers
+            if constexpr (!kPacked) ptx::forget(words[i]);
+        }
+        return Mma::make_a(words);
+    }
+
+    // score = own * tile. `own`: a thread's words of its own rows, or where it reads them.
+    template <class OwnRows>
+    static __device__ __forceinline__ void multiply_rows(float (&score)[kColumns][4], const OwnRows& own, uint32_t tile,
                                                          int lane) {
         // An ldmatrix reads 16 rows: of each 8, both halves of an instruction's bytes.
         const int matrix = lane / 8, row = matrix / 2 * 8 + lane % 8;
@@ -89,7 +111,7 @@ struct AttentionProducts {
             float run[1][kColumns][4] = {};
 #pragma unroll
             for (int step = begin; step < begin + kRun && step < kSteps; ++step) {
-                const A a[1] = {Mma::make_a(own[step])};
+                const A a[1] = {own_words(own, step)};
 #pragma unroll
                 for (int two = 0; two < kColumns / 2; ++two) {
                     uint32_t raw[4];
@@ -104,6 +126,24 @@ struct AttentionProducts {
                 for (int i = 0; i < 4; ++i) score[j][i] = begin == 0 ? run[0][j][i] : score[j][i] + run[0][j][i];
             }
         }
+    }
+
+    static __device__ __forceinline__ void clear(float (&sum)[kChannels][4]) {
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[j][i] = 0.0f;
+        }
+    }
+
+    static __device__ __forceinline__ bool all_finite(const float (&sum)[kChannels][4]) {
+        float zero = 0.0f;  // becomes NaN at a value that is not finite: 0 * inf and 0 * NaN are NaN
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) zero = fmaf(sum[j][i], 0.0f, zero);
+        }
+        return zero == 0.0f;
     }
 
     static __device__ __forceinline__ void pack(A (&weights)[kOfRows], const float (&score)[kColumns][4]) {

@@ -25,7 +25,8 @@ struct alignas(2 * sizeof(Mask)) TwoAdded {
 template <class Mma, class Mask_, int kWidth, int kKeys, int kWarps, bool kPairs, int kBlocks_, class Output_,
           class Epilogue_>
 struct TiledAttention {
-    using Products = AttentionProducts<Mma, kWidth, kKeys>;
+    using Products = AttentionProducts<typename Mma::Unguarded, kWidth, kKeys>;
+    using Guarded = AttentionProducts<Mma, kWidth, kKeys>;
     using Element = typename Mma::Element;
     using Mask = Mask_;
     using Output = Output_;
@@ -65,8 +66,6 @@ struct TiledAttention {
             Products::template fetch<kThreads>(keys_at(stage), head.k, problem.k.row, head.v, problem.v.row, first, keys,
                                                thread);
         };
-        fetch(0, 0);
-
         typename Products::Own query;
         const Mask* of_mask[2];
         int own_keys[2];  // how many keys a row sees, if kCausal
@@ -78,29 +77,40 @@ struct TiledAttention {
             own_keys[half] = kCausal ? static_cast<int>(head.place(head.existing(row)).query) + 1 : 0;
         }
 
-        float sum[kChannels][4] = {}, most[2] = {nothing(), nothing()}, total[2] = {};
-        for (int first = 0, stage = 0; first < keys; first += kKeys, stage ^= 1) {
-            const int left = keys - first;
-            if (left > kKeys) {
-                fetch(first + kKeys, stage ^ 1);
-                ptx::cp_async_wait<1>();
-            } else {
-                ptx::cp_async_wait<0>();
-            }
-            __syncthreads();
-            float score[kColumns][4];
-            Products::multiply_rows(score, query, keys_at(stage), lane);
-            Added added[2][kColumns];
-            read_mask(added, of_mask, problem, first + 2 * part);
+        float sum[kChannels][4], total[2];
+        const auto attend = [&](auto products) {
+            using Chosen = decltype(products);
+            fetch(0, 0);
+            float most[2] = {nothing(), nothing()};
+            total[0] = total[1] = 0.0f;
+            Chosen::clear(sum);
+            for (int first = 0, stage = 0; first < keys; first += kKeys, stage ^= 1) {
+                const int left = keys - first;
+                if (left > kKeys) {
+                    fetch(first + kKeys, stage ^ 1);
+                    ptx::cp_async_wait<1>();
+                } else {
+                    ptx::cp_async_wait<0>();
+                }
+                __syncthreads();
+                float score[kColumns][4];
+                Chosen::multiply_rows(score, query, keys_at(stage), lane);
+                Added added[2][kColumns];
+                read_mask(added, of_mask, problem, first + 2 * part);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int seen = kCausal ? min(left, own_keys[half] - first) : left;
-                weigh(score, half, most[half], total[half], sum, added[half], seen - 2 * part, scale);
+                for (int half = 0; half < 2; ++half) {
+                    const int seen = kCausal ? min(left, own_keys[half] - first) : left;
+                    weigh(score, half, most[half], total[half], sum, added[half], seen - 2 * part, scale);
+                }
+                typename Chosen::A weights[Chosen::kOfRows];
+                Chosen::pack(weights, score);
+                Chosen::multiply_tile(sum, weights, keys_at(stage) + Chosen::kTileBytes, lane);
+                __syncthreads();  // the next tile but one takes this one's memory
             }
-            typename Products::A weights[Products::kOfRows];
-            Products::pack(weights, score);
-            Products::multiply_tile(sum, weights, keys_at(stage) + Products::kTileBytes, lane);
-            __syncthreads();  // the next tile but one takes this one's memory
+        };
+        attend(Products());
+        if constexpr (Mma::kGuarded) {
+            if (__syncthreads_or(!Products::all_finite(sum))) attend(Guarded());
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
