@@ -88,7 +88,7 @@ class _Asked:
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
             values = {**given, **dict(zip(_READ, (x, *others), strict=True))}
-            args = [values[_name(one)] for one in parameters if not one.kwarg_only and _name(one) in values]
+            args = [values[_name(one)] for one in parameters if not one.kwarg_only]
             return self.operator(*args, **{one.name: values[one.name] for one in parameters if one.kwarg_only})
 
         return tune.Candidate(LIBRARY, LIBRARY, lambda: run, always=True, library=True)
@@ -108,8 +108,9 @@ def _asked(
     Args:
         aligned: the alignment of a tensor's address.
     """
-    names = [_name(parameter) for parameter in operator._schema.arguments]
-    given = {"scale": None, **dict(zip(names, args, strict=False)), **kwargs}
+    parameters = operator._schema.arguments
+    defaults = {_name(one): one.default_value for one in parameters if one.has_default_value()}
+    given = {**defaults, **dict(zip(map(_name, parameters), args, strict=False)), **kwargs}
     if given.get("dropout_p", 0.0) or given.get("attn_bias") is not None:
         return None
     tensors = tuple(given[name] for name in _READ)
