@@ -38,7 +38,7 @@ FEW_BLOCKS: Final = 8
 """One block for each head is a candidate if there are at least multiprocessors / FEW_BLOCKS heads."""
 FREELY: Final = 0.9
 """Largest fraction of the multiprocessors that clusters may take: see `candidates`."""
-MAX_GRID_YZ: Final = 65535
+MAX_GRID_X, MAX_GRID_YZ = 2**31 - 1, 65535
 MOST_KEYS: Final = 2**30
 """Most keys: the kernel counts them in int, up to some tiles beyond the end."""
 MOST_SHARED: Final = 80 << 10
@@ -165,6 +165,8 @@ def is_quicker(problem: Problem) -> bool:
 
 def _of_many_queries(problem: Problem) -> list[Kernel]:
     width, size = problem.width, problem.element.itemsize
+    if problem.is_causal and not fits_by_tiles(problem.batch * problem.key_heads, problem.group * problem.queries):
+        return []
     # two tiles of keys and of values, with padded rows
     room = MOST_SHARED // (4 * (width * size + ACCESS)) if width * size <= MOST_BYTES else TILES_OF_KEYS[size][-1]
     tiles = [keys for keys in TILES_OF_KEYS[size] if keys <= room]
@@ -188,6 +190,11 @@ def _of_many_queries(problem: Problem) -> list[Kernel]:
             params=_params(problem, 1),
         )
     ]
+
+
+def fits_by_tiles(heads: int, rows: int) -> bool:
+    """Whether a grid can have all heads along x, and tiles of at least MMA_ROWS rows along y (AttentionBlock)."""
+    return heads <= MAX_GRID_X and rows <= MAX_GRID_YZ * MMA_ROWS
 
 
 def _blocks(problem: Problem, rows: int) -> int:

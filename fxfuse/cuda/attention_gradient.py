@@ -12,7 +12,16 @@ from typing import Final
 
 import torch
 
-from fxfuse.cuda.attention import ACCESS, FLASH, MAX_GRID_YZ, MMA_ROWS, MOST_KEYS, MOST_WARPS, Strides
+from fxfuse.cuda.attention import (
+    ACCESS,
+    FLASH,
+    MAX_GRID_YZ,
+    MMA_ROWS,
+    MOST_KEYS,
+    MOST_WARPS,
+    Strides,
+    fits_by_tiles,
+)
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
 
@@ -67,6 +76,8 @@ def candidates(problem: Problem) -> list[Kernel]:
         return []
     if width % 8 or width * size % ACCESS or width > MOST_WIDTH or (size == 2 and problem.keys > FLASH):
         return []
+    if problem.is_causal and not fits_by_tiles(problem.batch * problem.heads, max(problem.queries, problem.keys)):
+        return []
     warps = min(MOST_WARPS, -(-max(problem.queries, problem.keys) // MMA_ROWS))
     mma = MMA["tf32x3" if problem.element == torch.float32 else "fp16" if problem.element == torch.float16 else "bf16"]
     mask, (tile, blocks) = "CausalMask" if problem.is_causal else "NoMask", _shape(width, size)
@@ -84,9 +95,11 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 def _shape(width: int, size: int) -> tuple[int, int]:
     """The rows of a tile that blocks read, keys or queries, and how many blocks share a multiprocessor's registers."""
-    if width > 64:
-        return (16, 2) if size == 4 else (32, 2)
-    return (32, 4) if size == 2 and width <= 32 else (32, 3)
+    if width <= 32:
+        return 32, 4
+    if width <= 64:
+        return 32, 3 if size == 2 else 2
+    return 32 if size == 2 else 16, 2
 
 
 def _params(problem: Problem) -> bytes:

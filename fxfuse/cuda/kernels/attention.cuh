@@ -37,6 +37,31 @@ struct AttentionProblem {
     double scale;
 };
 
+// The batch, the head and the tile of rows that a block works on. Blocks begin in the order of their numbers.
+// kTilesInTurn: first the first tiles of all heads, then the second ones, and so on. If first ones take longest, no long
+// one is left at the end. Otherwise a head's tiles follow each other, so that they find its keys and values in L2.
+template <bool kTilesInTurn>
+struct AttentionBlock {
+    int64_t batch, head;
+    int tile;
+
+    static __device__ __forceinline__ AttentionBlock own(int64_t heads) {
+        if constexpr (kTilesInTurn) {
+            const auto count = static_cast<unsigned>(heads);
+            return {blockIdx.x / count, blockIdx.x % count, static_cast<int>(blockIdx.y)};
+        }
+        return {blockIdx.z, blockIdx.y, static_cast<int>(blockIdx.x)};
+    }
+
+#ifndef __CUDACC_RTC__
+    static dim3 grid(int64_t tiles, int64_t heads, int64_t batch) {
+        const auto x = static_cast<unsigned>(kTilesInTurn ? heads * batch : tiles);
+        const auto y = static_cast<unsigned>(kTilesInTurn ? tiles : heads);
+        return {x, y, kTilesInTurn ? 1 : static_cast<unsigned>(batch)};
+    }
+#endif  // __CUDACC_RTC__
+};
+
 // Where the keys, values and queries of a block's key head begin, and which query a row is.
 template <class Element, class Mask>
 struct AttentionHead {
@@ -46,8 +71,8 @@ struct AttentionHead {
     int64_t batch, key_head;
 
     __device__ __forceinline__ AttentionHead(const AttentionProblem& problem, const Element* q, const Element* k,
-                                             const Element* v, const Mask* mask)
-        : problem(problem), q(q), k(k), v(v), mask(mask), batch(blockIdx.z), key_head(blockIdx.y) {
+                                             const Element* v, const Mask* mask, int64_t batch, int64_t key_head)
+        : problem(problem), q(q), k(k), v(v), mask(mask), batch(batch), key_head(key_head) {
         this->k += batch * problem.k.batch + key_head * problem.k.head;
         this->v += batch * problem.v.batch + key_head * problem.v.head;
     }
@@ -167,7 +192,7 @@ struct Attention {
         __shared__ float2 states[kWarps][kRows];
         __shared__ float2 sums[kWarps][kRows][kPairs];
         const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
-        const AttentionHead<Element, Mask> head(problem, q, k, v, mask);
+        const AttentionHead<Element, Mask> head(problem, q, k, v, mask, blockIdx.z, blockIdx.y);
         const int keys = static_cast<int>(problem.keys), step = static_cast<int>(gridDim.x) * kWarps * Warp::kTile;
         const int begin = (static_cast<int>(blockIdx.x) * kWarps + warp) * Warp::kTile;
         Warp rows(head);

@@ -45,6 +45,7 @@ struct AttentionGradientPass {
     using Tensors = AttentionGradientTensors<Element, Output>;
 
     static constexpr bool kCausal = kIsCausal<Mask>;
+    using Block = AttentionBlock<kCausal>;
     static constexpr int kBlocks = kBlocks_;
     static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
     static constexpr int kRows = kWarps * kMmaM;
@@ -61,8 +62,8 @@ struct AttentionGradientPass {
         __device__ __forceinline__ T* row(int number) const { return first + number * stride; }
     };
     template <class T>
-    static __device__ __forceinline__ Rows<T> rows_of(T* tensor, const AttentionStrides& strides) {
-        return {tensor + blockIdx.z * strides.batch + blockIdx.y * strides.head, strides.row};
+    static __device__ __forceinline__ Rows<T> rows_of(const Block& block, T* tensor, const AttentionStrides& strides) {
+        return {tensor + block.batch * strides.batch + block.head * strides.head, strides.row};
     }
 
     static __device__ __forceinline__ void run(const Problem& problem, const Tensors& tensors) {
@@ -70,15 +71,16 @@ struct AttentionGradientPass {
         extern __shared__ __align__(16) unsigned char attention_shared[];
         const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp, part = lane % 4;
         const int queries = static_cast<int>(problem.queries), keys = static_cast<int>(problem.keys);
-        const auto q = rows_of(tensors.q, problem.q), k = rows_of(tensors.k, problem.k);
-        const auto v = rows_of(tensors.v, problem.v), dout = rows_of(tensors.dout, problem.dout);
-        const float* logs = tensors.logs + blockIdx.z * problem.logs_batch + blockIdx.y * problem.logs_head;
-        float* deltas = tensors.deltas + (blockIdx.z * problem.heads + blockIdx.y) * problem.queries;
+        const auto at = Block::own(problem.heads);
+        const auto q = rows_of(at, tensors.q, problem.q), k = rows_of(at, tensors.k, problem.k);
+        const auto v = rows_of(at, tensors.v, problem.v), dout = rows_of(at, tensors.dout, problem.dout);
+        const float* logs = tensors.logs + at.batch * problem.logs_batch + at.head * problem.logs_head;
+        float* deltas = tensors.deltas + (at.batch * problem.heads + at.head) * problem.queries;
         const auto one = kOfKeys ? q : k, other = kOfKeys ? dout : v;  // read tile after tile
         const int count = kOfKeys ? keys : queries;                    // of own rows
 
-        // First what takes long: the last queries see the most keys, and the first keys are seen by the most queries.
-        const auto block = static_cast<int>(kCausal && !kOfKeys ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kRows;
+        // The last queries see the most keys, and the first keys are seen by the most queries.
+        const int block = (kCausal && !kOfKeys ? static_cast<int>(gridDim.y) - 1 - at.tile : at.tile) * kRows;
         const int own = block + warp * kMmaM + lane / 4;  // and + 8
         const int begin = kCausal && kOfKeys ? block / kTile * kTile : 0;
         const int end = kOfKeys ? queries : kCausal ? min(keys, block + kRows) : keys;
@@ -102,7 +104,7 @@ struct AttentionGradientPass {
             if constexpr (!kOfKeys) {
                 const int row = min(own + 8 * half, count - 1);
                 typename Products::Own result, gradient;
-                Products::read_own(result, half, rows_of(tensors.out, problem.out).row(row), part);
+                Products::read_own(result, half, rows_of(at, tensors.out, problem.out).row(row), part);
                 Products::read_own(gradient, half, dout.row(row), part);
                 own_delta[half] = dot(gradient, result, half);
                 own_log[half] = logs[row] * kLog2E;
@@ -157,9 +159,9 @@ struct AttentionGradientPass {
             const bool finite = Products::all_finite(of_one) && (!kOfKeys || Products::all_finite(of_other));
             if (__syncthreads_or(!finite)) add_up(Guarded());
         }
-        const auto to = kOfKeys ? rows_of(tensors.dk, problem.dk) : rows_of(tensors.dq, problem.dq);
+        const auto to = kOfKeys ? rows_of(at, tensors.dk, problem.dk) : rows_of(at, tensors.dq, problem.dq);
         store(to, of_one, static_cast<float>(problem.scale), own, count, part);
-        if constexpr (kOfKeys) store(rows_of(tensors.dv, problem.dv), of_other, 1.0f, own, count, part);
+        if constexpr (kOfKeys) store(rows_of(at, tensors.dv, problem.dv), of_other, 1.0f, own, count, part);
     }
 
 private:
@@ -247,8 +249,7 @@ private:
     static cudaError_t launch_pass(const Problem& problem, const typename Pass::Tensors& tensors, int64_t rows,
                                    cudaStream_t stream) {
         constexpr auto kKernel = attention_gradient_kernel<Pass>;
-        const dim3 grid(static_cast<unsigned>((rows + Pass::kRows - 1) / Pass::kRows),
-                        static_cast<unsigned>(problem.heads), static_cast<unsigned>(problem.batch));
+        const dim3 grid = Pass::Block::grid((rows + Pass::kRows - 1) / Pass::kRows, problem.heads, problem.batch);
         if (const cudaError_t error = allow_shared_memory<kKernel>(Pass::kBytes); error != cudaSuccess) return error;
         return queue(kKernel, grid, Pass::kThreads, static_cast<size_t>(Pass::kBytes), stream, problem, tensors);
     }

@@ -36,6 +36,7 @@ struct TiledAttention {
     using Added = TwoAdded<Mask>;
 
     static constexpr bool kMasked = kIsMask<Mask>, kCausal = kIsCausal<Mask>;
+    using Block = AttentionBlock<kCausal>;
     static constexpr int kTensors = 4 + kMasked;  // q, k, v, the mask, out
     static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
     static constexpr int kBlocks = kBlocks_;
@@ -52,10 +53,11 @@ struct TiledAttention {
                                                const Element* v, const Mask* mask, Output* out, const SplitWorkspace&,
                                                const Epilogue& epilogue) {
         extern __shared__ __align__(16) unsigned char attention_shared[];  // [stage][keys, values][key][kStride]
-        const Head head(problem, q, k, v, mask);
+        const auto block = Block::own(problem.key_heads);
+        const Head head(problem, q, k, v, mask, block.batch, block.head);
         const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, part = lane % 4;
-        const auto tile = static_cast<int>(kCausal ? gridDim.x - 1 - blockIdx.x : blockIdx.x);  // first what takes long
-        const int first_row = tile * kRows + thread / kWarp * kMmaM + lane / 4;                 // and + 8
+        const int tile = kCausal ? static_cast<int>(gridDim.y) - 1 - block.tile : block.tile;  // last rows see most keys
+        const int first_row = tile * kRows + thread / kWarp * kMmaM + lane / 4;                // and + 8
         const int keys = keys_of_block(problem, tile * kRows);
         const float scale = static_cast<float>(problem.scale) * kLog2E;
         const uint32_t shared = ptx::shared_address(attention_shared);
@@ -137,12 +139,12 @@ struct TiledAttention {
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
-        const auto blocks = static_cast<unsigned>((problem.group * problem.queries + kRows - 1) / kRows);
-        const dim3 grid(blocks, static_cast<unsigned>(problem.key_heads), static_cast<unsigned>(problem.batch));
+        const int64_t tiles = (problem.group * problem.queries + kRows - 1) / kRows;
         constexpr auto kKernel = attention_kernel<TiledAttention>;
         const int bytes = stages(problem) * kStage;
         if (const cudaError_t error = allow_shared_memory<kKernel>(bytes); error != cudaSuccess) return error;
-        return queue(kKernel, grid, kThreads, static_cast<size_t>(bytes), stream, problem,
+        return queue(kKernel, Block::grid(tiles, problem.key_heads, problem.batch), kThreads,
+                     static_cast<size_t>(bytes), stream, problem,
                      reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
                      reinterpret_cast<const Element*>(pointers[2]), reinterpret_cast<const Mask*>(pointers[3]),
                      reinterpret_cast<Output*>(pointers[3 + kMasked]), SplitWorkspace{}, epilogue);
