@@ -42,9 +42,13 @@ class Operand:
 
 
 def launch(
-    kernel: Kernel, epilogue: str, tensors: Sequence[torch.Tensor], operands: Sequence[Operand] = (), tf32: bool = False
-) -> bool:
+    kernel: Kernel, epilogue: str, tensors: Sequence[torch.Tensor], operands: Sequence[Operand] = (),
+    tf32: bool = False, output: torch.dtype | None = None,
+) -> bool:  # fmt: skip
     """Runs `kernel` with `epilogue` on its tensors (inputs, then the output), on the emulated GPU.
+
+    Args:
+        output: the dtype of the kernel's result, if that is not the last tensor.
 
     Operands are read element by element, as those whose addresses nothing is known of. Returns whether warps multiplied
     alone (mma): warpgroups hand on to them what they find not finite.
@@ -53,7 +57,8 @@ def launch(
     kernel allows this (Kernel.in_place). The result must be the same.
     """
     out = tensors[-1]
-    library = compiled(codegen.generate(parse(epilogue), out.dtype, _kinds(operands), kernel, tf32=tf32))
+    dtype = out.dtype if output is None else output
+    library = compiled(codegen.generate(parse(epilogue), dtype, _kinds(operands), kernel, tf32=tf32))
     params = kernel.params + b"".join(struct.pack("<3q", *operand.strides) for operand in operands)
 
     def run(tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:

@@ -91,6 +91,26 @@ def test_every_kernel_on_an_emulated_gpu(problem):
 
 
 @pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "dtype"), [(5, 40, torch.float32), (70, 70, torch.bfloat16)])
+def test_logarithms_for_the_gradients(queries, keys, dtype, is_causal):
+    """Infinities behind those of the queries, as torch's memory-efficient attention has them."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 32).to(dtype) for size in (queries, keys, keys))
+    out, logs = torch.empty_like(query), torch.full((2, 3, -(-queries // 32) * 32), math.nan)
+    kernels = attention.candidates(described(query, key, value, None, out, is_causal=is_causal, logs=logs.shape[2]))
+    scores = query.double() @ key.double().transpose(2, 3) * 0.3
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), -math.inf)
+    assert kernels
+    for kernel in kernels:
+        launch(kernel, "acc", (query, key, value, out, logs), output=dtype)
+        assert torch.allclose(logs[..., :queries].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert (logs[..., queries:] == math.inf).all()
+        assert float((out.double() - scores.softmax(-1) @ value.double()).abs().max()) < ERRORS[dtype]
+
+
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_infinite_keys_and_values_do_as_in_eager(dtype):
     """Float32's products are computed in parts, of which an infinity has none."""

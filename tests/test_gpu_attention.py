@@ -20,7 +20,7 @@ import fxfuse
 from fxfuse.cuda import attention as kernels
 from fxfuse.cuda import exactness, tune
 from fxfuse.problem import Plan
-from fxfuse.program import attention, attention_gradient
+from fxfuse.program import attention, attention_training
 
 pytestmark = ON_GPU
 
@@ -95,15 +95,17 @@ def test_every_kernel_is_no_less_exact_than_torch(seed, monkeypatch):
 # ------------------------------------------------------------------------------------------ gradients
 
 
-class _Backward(TorchDispatchMode):
-    """Notes the call of torch's operator for attention's gradients, and its result."""
+class _Noted(TorchDispatchMode):
+    """Notes the calls of torch's operators for attention and its gradients, and their results."""
 
-    call = None
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
-        if function in attention_gradient.OPERATORS:
-            self.call = function, args, kwargs or {}, result
+        if function in attention_training.PLANNED:
+            self.calls[function in attention_training.GRADIENTS] = function, args, kwargs or {}, result
         return result
 
 
@@ -122,18 +124,17 @@ def _drawn_to_train(seed):
     return [tensor.requires_grad_() for tensor in made[:3]], made[3], queries == keys and draw.random() < 0.5
 
 
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 @pytest.mark.parametrize("seed", range(24))
-def test_gradients_are_no_less_exact_than_torchs(seed, backend, monkeypatch):
+def test_training_is_no_less_exact_than_torchs(seed, backend, is_gradient, monkeypatch):
     leaves, dout, is_causal = _drawn_to_train(seed)
     attend = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal)
-    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)), _Backward() as noted:
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)), _Noted() as noted:
         try:
-            result = attend(*leaves)
-            torch.autograd.grad(result, leaves, dout)
+            torch.autograd.grad(attend(*leaves), leaves, dout)
         except RuntimeError as error:
             pytest.skip(f"torch: {error}")
-    assert noted.call is not None
     draft = tune.draft
 
     def ours(problem, candidates):
@@ -142,15 +143,28 @@ def test_gradients_are_no_less_exact_than_torchs(seed, backend, monkeypatch):
         return draft(problem, [candidate for candidate in candidates if not candidate.library])
 
     monkeypatch.setattr(tune, "draft", ours)
-    planned = attention_gradient.planned(*noted.call)
+    call = noted.calls[is_gradient]
+    planned = attention_training.planned(*call)
     assert planned is not None
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    exact = torch.autograd.grad(attend(*doubles), doubles, dout.double())
-    for have, torchs, best in zip(planned()[:3], noted.call[3][:3], exact, strict=True):
-        assert have.stride() == torchs.stride()
+    exact = attend(*doubles)
+    if is_gradient:
+        exact = torch.autograd.grad(exact, doubles, dout.double())
+    else:
+        query, key, _ = doubles
+        scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        exact = exact.detach(), scores.detach().logsumexp(-1, keepdim=True)
+    results, again = planned(), planned()
+    assert len(results) == len(call[3])
+    for have, torchs, best, other in zip(results, call[3], exact, again, strict=False):
+        assert (have.shape, have.stride(), have.dtype) == (torchs.shape, torchs.stride(), torchs.dtype)
+        assert torch.equal(have, other)
+        # the logarithms may lack the last dimension, and have more rows than there are queries
+        have, torchs = (one[:, :, : best.shape[2]].reshape(best.shape) for one in (have, torchs))
         error, allowed = (float((one.double() - best).norm() / best.norm()) for one in (have, torchs))
         assert error <= 1.1 * allowed + 1e-7, (error, allowed)
-    assert all(torch.equal(one, other) for one, other in zip(planned()[:3], planned()[:3], strict=True))
 
 
 class Trained(nn.Module):
@@ -167,7 +181,7 @@ class Trained(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2)).relu()
 
 
-def test_a_training_step_takes_its_gradients_from_our_kernel(monkeypatch):
+def test_a_training_step_attends_by_our_kernels(monkeypatch):
     monkeypatch.setenv("FXFUSE_TUNE", "0")  # what comes first
     torch.manual_seed(0)
     model = Trained(torch.float32).cuda()
@@ -187,7 +201,9 @@ def test_a_training_step_takes_its_gradients_from_our_kernel(monkeypatch):
     for one, other, double in zip(have, eager, best, strict=True):
         error, allowed = (float((gradient - double).norm() / double.norm()) for gradient in (one, other))
         assert error <= 1.5 * allowed + 1e-7, (error, allowed)
-    assert sum("attention_gradient_kernel" in name for name in kernels_launched(lambda: step(fast, x, dy))) == 2
+    launched = kernels_launched(lambda: step(fast, x, dy))
+    assert sum("attention_kernel" in name for name in launched) == 1, launched
+    assert sum("attention_gradient_kernel" in name for name in launched) == 2, launched
 
 
 class Cached(nn.Module):

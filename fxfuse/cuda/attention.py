@@ -90,6 +90,9 @@ class Problem:
     """Batches after which the mask repeats, as those of an image's windows do; 0 if it does not."""
     is_causal: bool = False
     """Whether query l sees the keys up to l alone. There is no mask then."""
+    logs: int = 0
+    """How many numbers a head has where the logarithms of the sums that its softmax divides by are stored, one for each
+    query. They are stored if this is not 0; then there is no mask, and each head of queries has its own keys."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
@@ -122,7 +125,8 @@ def largest_cluster(capability: tuple[int, int]) -> int:
 def candidates(problem: Problem) -> list[Kernel]:
     """The kernels that can run `problem`, best first.
 
-    Their tensors are q, k, v, the mask if there is one, the output, and a workspace if blocks share keys through one.
+    Their tensors are q, k, v, the mask if there is one, the output, the logarithms if they are asked for, and a
+    workspace if blocks share keys through one.
     """
     rows, size = problem.group * problem.queries, problem.element.itemsize
     moves = math.gcd(*(stride * size for strides in (problem.q, problem.k, problem.v) for stride in strides))
@@ -133,7 +137,7 @@ def candidates(problem: Problem) -> list[Kernel]:
     sizes = (problem.batch, problem.key_heads, problem.keys, problem.queries)
     if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or problem.keys > MOST_KEYS:
         return []
-    if rows > MOST_ROWS or problem.is_causal:
+    if rows > MOST_ROWS or problem.is_causal or problem.logs:
         return _of_many_queries(problem)
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
@@ -176,17 +180,18 @@ def _of_many_queries(problem: Problem) -> list[Kernel]:
         return []
     enough = [keys for keys in tiles if keys >= problem.keys]
     keys = enough[-1] if enough else tiles[0]
-    warps = min(MOST_WARPS, -(-problem.group * problem.queries // MMA_ROWS))
+    rows = max(problem.group * problem.queries, problem.logs)
+    warps = min(MOST_WARPS, -(-rows // MMA_ROWS))
     mma = "Tf32x3" if problem.element == torch.float32 else _MMA[problem.element]
     mask = "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
     pairs = str(problem.reads_pairs).lower()
-    sizes, blocks = f"{width}, {keys}, {warps}", _blocks(problem, MMA_ROWS * warps)
+    sizes, logs, blocks = f"{width}, {keys}, {warps}", str(problem.logs > 0).lower(), _blocks(problem, MMA_ROWS * warps)
     element = str(problem.element).removeprefix("torch.")
     return [
         Kernel(
             name=f"attention {element} {width}, {'causal, ' * problem.is_causal}tiles of {MMA_ROWS * warps}x{keys}",
             header=TILES_HEADER,
-            type=f"TiledAttention<{mma}, {mask}, {sizes}, {pairs}, {blocks}, {{output}}, {{epilogue}}>",
+            type=f"TiledAttention<{mma}, {mask}, {sizes}, {pairs}, {logs}, {blocks}, {{output}}, {{epilogue}}>",
             params=_params(problem, 1),
         )
     ]
@@ -261,7 +266,7 @@ def _workspace_bytes(problem: Problem, rows: int, splits: int) -> int:
 def _params(problem: Problem, splits: int) -> bytes:
     """The struct AttentionProblem of attention.cuh, packed."""
     return struct.pack(
-        "<23qd",
+        "<24qd",
         problem.batch,
         problem.key_heads,
         problem.group,
@@ -274,5 +279,6 @@ def _params(problem: Problem, splits: int) -> bytes:
         *problem.out,
         *problem.mask_strides,
         problem.mask_period or problem.batch,
+        problem.logs,
         problem.scale,
     )

@@ -38,7 +38,7 @@ from fxfuse.errors import FxfuseError, LaunchError, first_line
 from fxfuse.garbage import uncollected
 from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
-from fxfuse.program import attention, attention_gradient
+from fxfuse.program import attention, attention_training
 from fxfuse.program.attention_by_hand import joined
 from fxfuse.program.binding import Binding, Bound, Repeats, are_constant
 from fxfuse.program.constants import without_constants
@@ -395,8 +395,8 @@ class Programs:
     def _without_data(self, bound: Bound) -> None:
         try:
             foresee = {F.scaled_dot_product_attention: attention.begin}
-            for operator in attention_gradient.OPERATORS:
-                foresee[operator] = functools.partial(attention_gradient.begin, operator)
+            for operator in attention_training.PLANNED:
+                foresee[operator] = functools.partial(attention_training.begin, operator)
             ahead.run_without_data(self._root, self._graph, self._binding.values(bound), foresee)
         finally:
             device = device_of(bound.tensors)

@@ -67,7 +67,7 @@ def planned(
     repeats = len(sources) == 2
     if repeats:
         tensors[1:3] = sources
-    described = _described(tensors, expected, asked.scale, is_causal=asked.is_causal)
+    described = problem_for(tensors, expected, asked.scale, is_causal=asked.is_causal)
     kernels = attention.candidates(described) if described else []
     if described is None or not kernels:
         return None
@@ -85,7 +85,7 @@ def begin(args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor
     """Begins to compile the kernels that `planned` will ask for; all tensors are fake."""
     asked = _asked(args, kwargs)
     if asked is not None and may_compute(expected):
-        described = _described(
+        described = problem_for(
             asked.tensors, expected, asked.scale, is_causal=asked.is_causal,
             aligned=lambda fake: ahead.meta_of(fake).alignment,
         )  # fmt: skip
@@ -331,7 +331,7 @@ def _own_kernels(
     """The kernels of ours that compute attention by one launch, from these tensors alone."""
     if not may_compute(expected) or rows[2].shape[3] != expected.shape[3]:
         return []
-    described = _described([*rows, *added], expected, scale, period)
+    described = problem_for([*rows, *added], expected, scale, period)
     return [kernel for kernel in attention.candidates(described) if not kernel.workspace] if described else []
 
 
@@ -453,7 +453,7 @@ def _all_kinds_allowed() -> bool:
     return all((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()))
 
 
-def _described(
+def problem_for(
     tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None, period: int = 0,
     is_causal: bool = False, aligned: Callable[[torch.Tensor], int] = alignment,
 ) -> attention.Problem | None:  # fmt: skip

@@ -33,6 +33,7 @@ def may_compute(expected: torch.Tensor) -> bool:
 def quickest(
     problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate,
     expected: torch.Tensor | Sequence[torch.Tensor], count: int, tensors: Sequence[torch.Tensor], are_first: bool,
+    unread: Sequence[torch.Tensor] = (),
 ) -> Callable[[], Any] | None:  # fmt: skip
     """A function that computes `expected` from `tensors` by the quickest kernel.
 
@@ -44,10 +45,11 @@ def quickest(
         expected: torch's result, or its results.
         count: how many of the tensors the kernels read: the first ones.
         are_first: whether the kernels come before torch's candidate where nothing is measured.
+        unread: more results of torch's, which nothing reads. The kernels' have no contents.
     """
     capability = gpu.capability(problem.x.device)
     try:
-        own = [candidate(kernel, problem, expected, capability, count) for kernel in kernels]
+        own = [candidate(kernel, problem, expected, capability, count, unread) for kernel in kernels]
         plan = tune.draft(problem, [*own, library] if are_first else [library, *own])()
     except FxfuseError as error:
         logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
@@ -69,16 +71,16 @@ def source_of(kernel: Kernel, dtype: torch.dtype, capability: tuple[int, int]) -
 
 def candidate(
     kernel: Kernel, problem: Problem, expected: torch.Tensor | Sequence[torch.Tensor], capability: tuple[int, int],
-    count: int,
+    count: int, unread: Sequence[torch.Tensor] = (),
 ) -> tune.Candidate:  # fmt: skip
     """A kernel that makes a result like `expected` from `count` tensors, the first of which is the problem's x.
 
-    If several results are expected, it makes a tuple of them.
+    If several results are expected, it makes a tuple of them, with tensors without contents like `unread`.
     """
     is_one = isinstance(expected, torch.Tensor)
     results = [expected] if isinstance(expected, torch.Tensor) else expected
-    made = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
-    shape, _, dtype = made[0]
+    made = [(tuple(result.shape), result.stride(), result.dtype) for result in (*results, *unread)]
+    written, (shape, _, dtype) = len(results), made[0]
     operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
     assert operands is not None, "there are none"
 
@@ -87,7 +89,7 @@ def candidate(
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
             out = tuple(itertools.starmap(empty_strided, made))
-            addresses = [tensor.data_ptr() for tensor in (x, *others[: count - 1], *out)]
+            addresses = [tensor.data_ptr() for tensor in (x, *others[: count - 1], *out[:written])]
             if kernel.workspace:
                 workspace = empty_strided((kernel.workspace,), (1,), torch.uint8)
                 addresses.append(workspace.data_ptr())

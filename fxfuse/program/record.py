@@ -30,7 +30,7 @@ from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS, varying
 from fxfuse.long_rows import LONG_ROWS, by_channel
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
-from fxfuse.program import attention, attention_gradient, merge
+from fxfuse.program import attention, attention_training, merge
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops, rows_pay
 from fxfuse.program.observed import Operation, Operators, function_of, places
@@ -437,8 +437,8 @@ class Recorder:
             return None
         if node.target is F.scaled_dot_product_attention:
             return attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
-        if node.target in attention_gradient.OPERATORS:
-            return attention_gradient.planned(node.target, args, kwargs, result)
+        if node.target in attention_training.PLANNED:
+            return attention_training.planned(node.target, args, kwargs, result)
         return None
 
     def _repeated(self, node: fx.Node, given: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ struct AttentionProblem {
     AttentionStrides q, k, v, out, mask;
     int64_t mask_key;     // stride along keys
     int64_t mask_period;  // batches after which the mask repeats
+    int64_t logs;         // numbers for each head of `logs`, see attention_tiles.cuh
     double scale;
 };
 
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     attention_kernel(const __grid_constant__ AttentionProblem problem, const typename Kernel::Element* __restrict__ q,
                      const typename Kernel::Element* __restrict__ k, const typename Kernel::Element* __restrict__ v,
                      const typename Kernel::Mask* __restrict__ mask, typename Kernel::Output* __restrict__ out,
-                     const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, q, k, v, mask, out, workspace, epilogue));
+                     const typename Kernel::More more, const typename Kernel::Epilogue epilogue) {
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, q, k, v, mask, out, more, epilogue));
 }
 
 // How the blocks that share a head's keys combine their results.
@@ -176,6 +177,7 @@ struct Attention {
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Problem = AttentionProblem;
+    using More = SplitWorkspace;
 
     static constexpr bool kMasked = kIsMask<Mask>;
     static constexpr bool kShared = kMeeting == Meeting::kWorkspace;

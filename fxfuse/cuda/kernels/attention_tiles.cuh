@@ -20,10 +20,11 @@ struct alignas(2 * sizeof(Mask)) TwoAdded {
 };
 
 // kWidth: channels, a multiple of 8. Distances between rows of q, k and v, and their addresses, are multiples of 16
-// bytes. kKeys: of a tile, a multiple of 16. kPairs: whether two keys of the mask can be read at once. kBlocks: that a
-// multiprocessor has registers for.
-template <class Mma, class Mask_, int kWidth, int kKeys, int kWarps, bool kPairs, int kBlocks_, class Output_,
-          class Epilogue_>
+// bytes. kKeys: of a tile, a multiple of 16. kPairs: whether two keys of the mask can be read at once. kLogs: whether
+// the logarithms of the sums that the softmax divides by are stored, for gradients; then each head of queries has its
+// own keys. kBlocks: that a multiprocessor has registers for.
+template <class Mma, class Mask_, int kWidth, int kKeys, int kWarps, bool kPairs, bool kLogs, int kBlocks_,
+          class Output_, class Epilogue_>
 struct TiledAttention {
     using Products = AttentionProducts<typename Mma::Unguarded, kWidth, kKeys>;
     using Guarded = AttentionProducts<Mma, kWidth, kKeys>;
@@ -37,7 +38,8 @@ struct TiledAttention {
 
     static constexpr bool kMasked = kIsMask<Mask>, kCausal = kIsCausal<Mask>;
     using Block = AttentionBlock<kCausal>;
-    static constexpr int kTensors = 4 + kMasked;  // q, k, v, the mask, out
+    using More = float*;  // the logarithms: problem.logs for each head, infinities behind those of its queries
+    static constexpr int kTensors = 4 + kMasked + kLogs;  // q, k, v, the mask, out, the logarithms
     static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
     static constexpr int kBlocks = kBlocks_;
     static constexpr int kRows = kWarps * kMmaM;  // queries
@@ -50,7 +52,7 @@ struct TiledAttention {
     }
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* q, const Element* k,
-                                               const Element* v, const Mask* mask, Output* out, const SplitWorkspace&,
+                                               const Element* v, const Mask* mask, Output* out, float* logs,
                                                const Epilogue& epilogue) {
         extern __shared__ __align__(16) unsigned char attention_shared[];  // [stage][keys, values][key][kStride]
         const auto block = Block::own(problem.key_heads);
@@ -79,11 +81,11 @@ struct TiledAttention {
             own_keys[half] = kCausal ? static_cast<int>(head.place(head.existing(row)).query) + 1 : 0;
         }
 
-        float sum[kChannels][4], total[2];
+        float sum[kChannels][4], most[2], total[2];
         const auto attend = [&](auto products) {
             using Chosen = decltype(products);
             fetch(0, 0);
-            float most[2] = {nothing(), nothing()};
+            most[0] = most[1] = nothing();
             total[0] = total[1] = 0.0f;
             Chosen::clear(sum);
             for (int first = 0, stage = 0; first < keys; first += kKeys, stage ^= 1) {
@@ -120,7 +122,12 @@ struct TiledAttention {
             all += __shfl_xor_sync(~0u, all, 1);
             all += __shfl_xor_sync(~0u, all, 2);
             const int row = first_row + 8 * half;
-            if (row >= problem.group * problem.queries) continue;
+            const bool exists = row < problem.group * problem.queries;
+            if (kLogs && part == 0 && row < problem.logs) {
+                const float log = most[half] / kLog2E + logf(all);
+                logs[(head.batch * problem.key_heads + head.key_head) * problem.logs + row] = exists ? log : -nothing();
+            }
+            if (!exists) continue;
             const float share = all == 0.0f ? 0.0f : 1.0f / all;  // zeros for a query that sees no keys
             const auto at = head.place(row);
             Output* to = out + head.batch * problem.out.batch + at.head * problem.out.head + at.query * problem.out.row;
@@ -147,7 +154,8 @@ struct TiledAttention {
                      static_cast<size_t>(bytes), stream, problem,
                      reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
                      reinterpret_cast<const Element*>(pointers[2]), reinterpret_cast<const Mask*>(pointers[3]),
-                     reinterpret_cast<Output*>(pointers[3 + kMasked]), SplitWorkspace{}, epilogue);
+                     reinterpret_cast<Output*>(pointers[3 + kMasked]),
+                     kLogs ? reinterpret_cast<float*>(pointers[kTensors - 1]) : nullptr, epilogue);
     }
 #endif  // __CUDACC_RTC__
 

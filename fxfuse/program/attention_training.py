@@ -1,0 +1,240 @@
+"""Replaces torch's attention in training steps by kernels of ours, where these were measured to be quicker.
+
+The forward keeps its result and the logarithms of the sums that its softmax divides by (`logsumexp`). Whichever of
+torch's operators it is, its backward gets these.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+import torch
+
+from fxfuse import ahead, build
+from fxfuse.cuda import attention, attention_gradient, exactness, gpu, tune
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.layout import is_dense
+from fxfuse.program.attention import moving, problem_for
+from fxfuse.program.own_kernels import may_compute, problem_of, quickest, source_of
+from fxfuse.program.values import alignment, is_plain
+
+LIBRARY: Final = "torch's"
+
+
+def _operators(suffix: str) -> frozenset[Any]:
+    names = (f"_scaled_dot_product_{kind}_attention{suffix}" for kind in ("flash", "efficient", "cudnn"))
+    return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+
+
+FORWARDS: Final = _operators("")
+GRADIENTS: Final = _operators("_backward")
+PLANNED: Final = FORWARDS | GRADIENTS
+"""The operators for which there may be a kernel."""
+_READ: Final = ("query", "key", "value")
+_READ_BY_GRADIENTS: Final = (*_READ, "out", "logsumexp", "grad_out")
+"""The parameters that are tensors, in the order in which a kernel reads them."""
+
+
+def planned(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Any) -> Callable[[], Any] | None:
+    """A function that computes operator(*args, **kwargs) by a kernel of ours.
+
+    None if there is no kernel for it, or if torch is as quick or more exact.
+
+    Args:
+        operator: one of PLANNED.
+        expected: torch's results.
+    """
+    asked = _asked(operator, args, kwargs, expected, alignment)
+    if asked is None or not asked.kernels or not all(map(is_plain, asked.tensors)):
+        return None
+    options = (("is_causal", asked.is_causal), ("scale", asked.scale), ("operator", str(operator)))
+    problem = problem_of(asked.kind, asked.tensors, options)
+    made, unread = tuple(expected[: asked.count]), [one for one in expected[asked.count :] if _is_tensor(one)]
+    found = quickest(
+        problem, asked.kernels, asked.library(), made, len(asked.tensors), asked.tensors, asked.is_first, unread
+    )  # fmt: skip
+    if found is None or (gpu.standing_in() is None and not asked.is_no_less_exact(found()[: asked.count], made)):
+        return None
+    rest = [None if _is_tensor(one) else (one,) for one in expected]  # numbers, and what is not there
+
+    def run() -> tuple[Any, ...]:
+        tensors = iter(found())
+        return tuple(next(tensors) if one is None else one[0] for one in rest)
+
+    return run
+
+
+def _is_tensor(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor)
+
+
+def begin(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Any) -> None:
+    """Begins to compile the kernels that `planned` will ask for; all tensors are fake."""
+    asked = _asked(operator, args, kwargs, expected, lambda fake: ahead.meta_of(fake).alignment)
+    if asked is not None:
+        query = asked.tensors[0]
+        capability = gpu.capability(query.device)
+        build.begin([source_of(kernel, query.dtype, capability) for kernel in asked.kernels])
+
+
+@dataclass(frozen=True)
+class _Asked(abc.ABC):
+    """What a call of one of the operators asks for."""
+
+    operator: Any
+    given: Mapping[str, Any]
+    """The arguments by the parameters' names."""
+    tensors: tuple[torch.Tensor, ...]
+    """Those that the kernel reads, in its order."""
+    is_causal: bool
+    scale: float
+    kernels: tuple[Kernel, ...]
+    is_first: bool
+    """Whether the kernels come before torch where nothing is measured."""
+
+    kind: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    """The parameters of `tensors`."""
+    count: ClassVar[int]
+    """How many of the results the kernel makes: the first ones. Without dropout nothing reads the others."""
+
+    @abc.abstractmethod
+    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those results, in the precision of these tensors, by products and a softmax."""
+
+    def library(self) -> tune.Candidate:
+        """torch's candidate."""
+        operator, names, parameters = self.operator, self.names, self.operator._schema.arguments
+        given = {name: value for name, value in self.given.items() if name not in names}
+
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
+            values = {**given, **dict(zip(names, (x, *others), strict=True))}
+            args = [values[_name(one)] for one in parameters if not one.kwarg_only]
+            return operator(*args, **{one.name: values[one.name] for one in parameters if one.kwarg_only})
+
+        return tune.Candidate(LIBRARY, LIBRARY, lambda: run, always=True, library=True)
+
+    def is_no_less_exact(self, have: Sequence[torch.Tensor], torchs: Sequence[torch.Tensor]) -> bool:
+        """Whether results are as close to float64's as torch's are. Checked for the first head."""
+        exact = self.exact([tensor[:1, :1].double() for tensor in self.tensors])
+        for one, other, best in zip(have, torchs, exact, strict=True):
+            # the logarithms may lack the last dimension, and have more rows than there are queries
+            parts = (result[:1, :1, : best.shape[2]].reshape(best.shape) for result in (one, other))
+            error, allowed = (exactness.relative_error(part, best) for part in parts)
+            if error > exactness.ALLOWED["normal"] * allowed + exactness.ULP:
+                return False
+        return True
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        scores = query @ key.transpose(2, 3) * self.scale
+        if self.is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        return scores
+
+
+class _Forward(_Asked):
+    kind, names, count = "attention with logarithms", _READ, 2
+
+    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        query, key, value = tensors
+        scores = self.scores(query, key)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+
+class _Gradients(_Asked):
+    kind, names, count = "attention's gradients", _READ_BY_GRADIENTS, 3
+
+    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        query, key, value, _, _, dout = tensors
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+            result = self.scores(*leaves[:2]).softmax(-1) @ leaves[2]
+            return torch.autograd.grad(result, leaves, dout)
+
+
+def _name(parameter: Any) -> str:
+    name: str = parameter.name
+    return {"log_sumexp": "logsumexp"}.get(name, name.rstrip("_"))  # one of the operators has grad_out_
+
+
+def _asked(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Any,
+    aligned: Callable[[torch.Tensor], int],
+) -> _Asked | None:  # fmt: skip
+    """What operator(*args, **kwargs) asks for; None if no kernel supports it.
+
+    Args:
+        aligned: the alignment of a tensor's address.
+    """
+    parameters = operator._schema.arguments
+    defaults = {_name(one): one.default_value for one in parameters if one.has_default_value()}
+    given = {**defaults, **dict(zip(map(_name, parameters), args, strict=False)), **kwargs}
+    if given["dropout_p"] or given.get("attn_bias") is not None or given.get("return_debug_mask", False):
+        return None
+    kind: type[_Asked] = _Gradients if operator in GRADIENTS else _Forward
+    tensors, made = tuple(given[name] for name in kind.names), expected[: kind.count]
+    if not all(map(_is_tensor, (*tensors, *made))) or not may_compute(made[0]):
+        return None
+    query, key, _ = tensors[:3]
+    if any(tensor.dim() != 4 for tensor in tensors[:3]) or query.shape[1] != key.shape[1]:
+        return None
+    logs = tensors[4] if kind is _Gradients else made[1]
+    if logs.dtype != torch.float32 or logs.dim() < 3 or logs.shape[2] < query.shape[2] or logs.stride(2) != 1:
+        return None
+    is_causal = bool(given["is_causal"])
+    scale = 1 / math.sqrt(query.shape[3]) if given["scale"] is None else given["scale"]
+    if kind is _Gradients:
+        kernels = _kernels_of_gradients(tensors, made, is_causal, scale, aligned)
+        is_first = query.dtype == torch.float32
+    else:
+        described = problem_for(tensors, made[0], scale, is_causal=is_causal, aligned=aligned)
+        if described is None or not logs.is_contiguous():
+            return None
+        kernels = attention.candidates(replace(described, logs=logs.shape[2]))
+        is_first = attention.is_quicker(described)
+    return kind(operator, given, tensors, is_causal, scale, tuple(kernels), is_first)
+
+
+def _kernels_of_gradients(
+    tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor], is_causal: bool, scale: float,
+    aligned: Callable[[torch.Tensor], int],
+) -> list[Kernel]:  # fmt: skip
+    query, key, value, out, logs, dout = tensors
+    own = (query, key, value, out, dout)
+    if any(tensor.dtype != query.dtype or tensor.stride(3) != 1 for tensor in (*own, *made)):
+        return []
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    if any(tensor.shape != query.shape for tensor in (out, dout)):
+        return []
+    if any(tensor.shape != (batch, heads, keys, width) for tensor in (key, value)) or 0 in query.shape or keys == 0:
+        return []
+    if not all(is_dense(tensor.shape, tensor.stride()) for tensor in made):
+        return []
+    of_batch, of_head = (stride * (size > 1) for stride, size in zip(logs.stride()[:2], logs.shape[:2], strict=True))
+    return attention_gradient.candidates(
+        attention_gradient.Problem(
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            width=width,
+            element=query.dtype,
+            q=moving(query),
+            k=moving(key),
+            v=moving(value),
+            out=moving(out),
+            dout=moving(dout),
+            dq=moving(made[0]),
+            dk=moving(made[1]),
+            dv=moving(made[2]),
+            logs=(of_batch, of_head),
+            is_causal=is_causal,
+            scale=scale,
+            alignment=min(map(aligned, own)),
+        )
+    )
