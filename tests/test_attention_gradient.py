@@ -10,26 +10,34 @@ import pytest
 import torch
 from emulator import available, launch
 
-from fxfuse.cuda import attention_gradient
+from fxfuse.cuda import attention, attention_gradient
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Allowed errors, relative to the norm of a gradient."""
 
 
-def described(query, key, value, out, dout, logs, made, is_causal=False, scale=0.3):
-    """The problem of these tensors."""
+def described(query, key, value, out, dout, logs, made, is_causal=False, scale=0.3, mask=None):
+    """The problem of these tensors; the mask's gradient is asked for if there are four to be made."""
+    strides = (0, 0, 0, 0) if mask is None else mask.expand(*query.shape[:3], key.shape[2]).stride()
     batch, heads, queries, width = query.shape
     return attention_gradient.Problem(
         batch, heads, queries, key.shape[2], width, query.dtype,
-        *(tensor.stride()[:3] for tensor in (query, key, value, out, dout, *made)),
-        logs.stride()[:2], is_causal, scale,
+        *(tensor.stride()[:3] for tensor in (query, key, value, out, dout, *made[:3])),
+        logs.stride()[:2], None if mask is None else mask.dtype, strides,
+        made[3].stride()[:3] if len(made) > 3 else None, is_causal, scale,
     )  # fmt: skip
 
 
-def exact(query, key, value, dout, is_causal, scale=0.3):
-    """The result, the logarithms of the softmax's sums, and the gradients, in float64."""
+def exact(query, key, value, dout, is_causal, scale=0.3, mask=None):
+    """The result, the logarithms of the softmax's sums, and the gradients, in float64.
+
+    The last gradient is that of the mask, expanded to all queries and keys, if there is one.
+    """
     leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     scores = leaves[0] @ leaves[1].transpose(2, 3) * scale
+    if mask is not None:
+        leaves.append(mask.double().expand(scores.shape).clone().requires_grad_())
+        scores = scores + leaves[3]
     if is_causal:
         scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
     out = scores.softmax(-1) @ leaves[2]
@@ -92,6 +100,54 @@ def test_infinite_gradients_do_as_in_eager():
         assert torch.where(expected.isfinite(), have - expected, 0).abs().max() < 1e-5
     assert [bool(expected.isfinite().any()) for expected in want] == [True, False, True]
     assert torch.equal(made[2].isinf(), want[2].isinf()) and made[2].isinf().any()
+
+
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
+@pytest.mark.parametrize("is_learned", [False, True], ids=["given", "learned"])
+@pytest.mark.parametrize(
+    ("shape", "sizes", "dtype"),
+    [
+        ((1, 3, 49, 49), (2, 3, 49, 49, 32), torch.float32),  # a bias of windows
+        ((2, 1, 1, 77), (2, 2, 40, 77, 64), torch.float32),  # padding
+        ((2, 2, 70, 33), (2, 2, 70, 33, 40), torch.bfloat16),
+    ],
+)
+def test_masks_of_numbers(shape, sizes, dtype, is_learned):
+    batch, heads, queries, keys, width = sizes
+    torch.manual_seed(0)
+    query, dout = (torch.randn(batch, heads, queries, width).to(dtype) for _ in range(2))
+    key, value = (torch.randn(batch, heads, keys, width).to(dtype) for _ in range(2))
+    mask = torch.where(torch.rand(shape) < 0.3, -math.inf, torch.randn(shape)).to(dtype)
+    mask[..., 0] = 1
+    out, logs, want = exact(query, key, value, dout, False, mask=mask)
+    out, logs = out.to(dtype), logs.float()
+    made = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    if is_learned:
+        made.append(torch.full((batch, heads, queries, keys + 5), 99.0, dtype=dtype)[..., :keys])
+    (kernel,) = attention_gradient.candidates(described(query, key, value, out, dout, logs, made, mask=mask))
+    launch(kernel, "acc", (query, key, value, out, logs, dout, mask, *made))
+    for have, expected in zip(made, want, strict=False):
+        assert float((have.double() - expected).norm() / expected.norm()) < ERRORS[dtype]
+
+
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and a g++ that knows _Float16")
+def test_a_query_that_sees_nothing_has_no_gradient():
+    torch.manual_seed(0)
+    query, key, value, dout = (torch.randn(1, 1, 20, 16) for _ in range(4))
+    mask = torch.zeros(1, 1, 20, 20)
+    mask[:, :, 3] = -math.inf
+    out, logs, made = torch.empty_like(query), torch.empty(1, 1, 32), [torch.empty_like(query) for _ in range(3)]
+    of_mask = mask.stride()
+    forward = attention.Problem(
+        1, 1, 1, 20, 20, 16, torch.float32, torch.float32, *[query.stride()[:3]] * 4, of_mask, logs=32
+    )
+    (kernel,) = attention.candidates(forward)
+    launch(kernel, "acc", (query, key, value, mask, out, logs), output=torch.float32)
+    assert (out[:, :, 3] == 0).all() and logs[0, 0, 3] == math.inf
+    (kernel,) = attention_gradient.candidates(described(query, key, value, out, dout, logs, made, mask=mask))
+    launch(kernel, "acc", (query, key, value, out, logs, dout, mask, *made))
+    assert all(gradient.isfinite().all() for gradient in made)
+    assert (made[0][:, :, 3] == 0).all()
 
 
 def test_problems_without_a_kernel():

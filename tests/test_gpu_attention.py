@@ -110,7 +110,10 @@ class _Noted(TorchDispatchMode):
 
 
 def _drawn_to_train(seed):
-    """Query, key and value that need gradients, the result's gradient, and whether the mask is causal."""
+    """Query, key, value and maybe a mask that need gradients, the result's gradient, and whether attention is causal.
+
+    The mask has one of the shapes that people give: a bias of windows, or padding.
+    """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     dtype = draw.choice(DTYPES)
@@ -121,7 +124,14 @@ def _drawn_to_train(seed):
         torch.randn(batch, size, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
         for size in (queries, keys, keys, queries)
     ]
-    return [tensor.requires_grad_() for tensor in made[:3]], made[3], queries == keys and draw.random() < 0.5
+    is_causal, leaves = queries == keys and draw.random() < 0.4, [tensor.requires_grad_() for tensor in made[:3]]
+    kind = "none" if is_causal else draw.choice(["none", "bias", "padding"])
+    if kind != "none":
+        shape = (1, heads, queries, keys) if kind == "bias" else (batch, 1, 1, keys)
+        mask = torch.randn(shape, device="cuda").masked_fill(torch.rand(shape, device="cuda") < 0.2, -math.inf)
+        mask[..., 0] = 0
+        leaves.append(mask.to(dtype).requires_grad_(kind == "bias"))
+    return leaves, made[3], is_causal
 
 
 @pytest.mark.parametrize("is_gradient", [False, True], ids=["forward", "gradients"])
@@ -132,7 +142,7 @@ def test_training_is_no_less_exact_than_torchs(seed, backend, is_gradient, monke
     attend = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal)
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)), _Noted() as noted:
         try:
-            torch.autograd.grad(attend(*leaves), leaves, dout)
+            torch.autograd.grad(attend(*leaves), [leaf for leaf in leaves if leaf.requires_grad], dout)
         except RuntimeError as error:
             pytest.skip(f"torch: {error}")
     draft = tune.draft
@@ -146,19 +156,21 @@ def test_training_is_no_less_exact_than_torchs(seed, backend, is_gradient, monke
     call = noted.calls[is_gradient]
     planned = attention_training.planned(*call)
     assert planned is not None
-    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    exact = attend(*doubles)
+    query, key, value, *masks = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    masks = [mask.expand(scores.shape) for mask in masks]
+    for mask in masks:
+        scores = scores + mask
+    exact = scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
     if is_gradient:
-        exact = torch.autograd.grad(exact, doubles, dout.double())
-    else:
-        query, key, _ = doubles
-        scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
-        if is_causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-        exact = exact.detach(), scores.detach().logsumexp(-1, keepdim=True)
+        exact = torch.autograd.grad(exact[0], [query, key, value, *masks], dout.double())
     results, again = planned(), planned()
     assert len(results) == len(call[3])
     for have, torchs, best, other in zip(results, call[3], exact, again, strict=False):
+        if have is None:  # nobody asked for the mask's gradient
+            continue
         assert (have.shape, have.stride(), have.dtype) == (torchs.shape, torchs.stride(), torchs.dtype)
         assert torch.equal(have, other)
         # the logarithms may lack the last dimension, and have more rows than there are queries
@@ -168,23 +180,25 @@ def test_training_is_no_less_exact_than_torchs(seed, backend, is_gradient, monke
 
 
 class Trained(nn.Module):
-    """Causal attention of eight heads."""
+    """Attention of eight heads, causal or with a learned bias."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, biased):
         super().__init__()
+        self.bias = nn.Parameter(torch.randn(8, 130, 130, dtype=dtype)) if biased else None
         self.qkv, self.out = nn.Linear(256, 768, dtype=dtype), nn.Linear(256, 256, dtype=dtype)
 
     def forward(self, x):
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, 8, 32).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, self.bias, is_causal=self.bias is None)
         return self.out(attended.transpose(1, 2).flatten(2)).relu()
 
 
-def test_a_training_step_attends_by_our_kernels(monkeypatch):
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_training_step_attends_by_our_kernels(biased, monkeypatch):
     monkeypatch.setenv("FXFUSE_TUNE", "0")  # what comes first
     torch.manual_seed(0)
-    model = Trained(torch.float32).cuda()
+    model = Trained(torch.float32, biased).cuda()
     exact = copy.deepcopy(model).double()
     x, dy = (torch.randn(3, 130, 256, device="cuda") for _ in range(2))
     fast = fxfuse.optimize(copy.deepcopy(model))

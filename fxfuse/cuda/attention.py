@@ -92,7 +92,7 @@ class Problem:
     """Whether query l sees the keys up to l alone. There is no mask then."""
     logs: int = 0
     """How many numbers a head has where the logarithms of the sums that its softmax divides by are stored, one for each
-    query. They are stored if this is not 0; then there is no mask, and each head of queries has its own keys."""
+    query. They are stored if this is not 0; then each head of queries has its own keys."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""

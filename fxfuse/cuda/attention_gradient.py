@@ -22,6 +22,7 @@ from fxfuse.cuda.attention import (
     Strides,
     fits_by_tiles,
 )
+from fxfuse.cuda.codegen import CPP_TYPES
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
 
@@ -32,7 +33,7 @@ MOST_WIDTH: Final = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """dq, dk and dv of out[b, h, l] = softmax(q[b, h, l] . k[b, h] * scale) . v[b, h] for query l, from dout.
+    """The gradients of out[b, h, l] = softmax(q[b, h, l] . k[b, h] * scale + mask[b, h, l]) . v[b, h] for query l.
 
     Channels are contiguous in all tensors. They have the same heads.
     """
@@ -54,8 +55,14 @@ class Problem:
     dv: Strides
     logs: tuple[int, int]
     """Strides of batch and head of the logarithms (natural) of the sums that the softmax divides by, one a query."""
+    mask: torch.dtype | None = None
+    mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Strides of batch, head, query and key; 0 where the mask broadcasts."""
+    dmask: Strides | None = None
+    """None if the mask's gradient is not asked for. That has an element for each query and key, and 1 as its stride
+    along keys."""
     is_causal: bool = False
-    """Whether query l sees the keys up to l alone."""
+    """Whether query l sees the keys up to l alone. There is no mask then."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k, v, out and dout in bytes."""
@@ -64,7 +71,8 @@ class Problem:
 def candidates(problem: Problem) -> list[Kernel]:
     """The kernels that can run `problem`, best first.
 
-    Their tensors are q, k, v, out, the logarithms, dout, dq, dk, dv and a workspace.
+    Their tensors are q, k, v, out, the logarithms, dout, the mask if there is one, dq, dk, dv, dmask if it is asked
+    for, and a workspace.
     """
     width, size = problem.width, problem.element.itemsize
     read = (problem.q, problem.k, problem.v, problem.out, problem.dout)
@@ -74,19 +82,23 @@ def candidates(problem: Problem) -> list[Kernel]:
     sizes = (problem.batch, problem.heads, problem.keys, problem.queries)
     if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or max(sizes[2:]) > MOST_KEYS:
         return []
-    if width % 8 or width * size % ACCESS or width > MOST_WIDTH or (size == 2 and problem.keys > FLASH):
+    if width % 8 or width * size % ACCESS or width > MOST_WIDTH:
+        return []
+    if problem.mask is None and size == 2 and problem.keys > FLASH:
         return []
     if problem.is_causal and not fits_by_tiles(problem.batch * problem.heads, max(problem.queries, problem.keys)):
         return []
     warps = min(MOST_WARPS, -(-max(problem.queries, problem.keys) // MMA_ROWS))
     mma = MMA["tf32x3" if problem.element == torch.float32 else "fp16" if problem.element == torch.float16 else "bf16"]
-    mask, (tile, blocks) = "CausalMask" if problem.is_causal else "NoMask", _shape(width, size)
+    mask = "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
+    learned, (tile, blocks) = str(problem.dmask is not None).lower(), _shape(width, size)
     element = str(problem.element).removeprefix("torch.")
+    numbers = f"{width}, {tile}, {warps}, {learned}, {blocks}"
     return [
         Kernel(
             name=f"gradients of attention {element} {width}, {'causal, ' * problem.is_causal}{MMA_ROWS * warps} rows",
             header=HEADER,
-            type=f"AttentionGradient<{mma}, {mask}, {width}, {tile}, {warps}, {blocks}, {{output}}, {{epilogue}}>",
+            type=f"AttentionGradient<{mma}, {mask}, {numbers}, {{output}}, {{epilogue}}>",
             params=_params(problem),
             workspace=problem.batch * problem.heads * problem.queries * 4,
         )
@@ -108,12 +120,15 @@ def _params(problem: Problem) -> bytes:
         problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv
     )  # fmt: skip
     return struct.pack(
-        "<30qd",
+        "<37qd",
         problem.batch,
         problem.heads,
         problem.queries,
         problem.keys,
         *problem.logs,
         *(stride for strides in tensors for stride in strides),
+        *problem.mask_strides[:3],
+        *(problem.dmask or (0, 0, 0)),
+        problem.mask_strides[3],
         problem.scale,
     )

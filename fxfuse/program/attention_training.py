@@ -20,7 +20,7 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.layout import is_dense
 from fxfuse.program.attention import moving, problem_for
 from fxfuse.program.own_kernels import may_compute, problem_of, quickest, source_of
-from fxfuse.program.values import alignment, is_plain
+from fxfuse.program.values import alignment, extent, is_plain
 
 LIBRARY: Final = "torch's"
 
@@ -53,11 +53,12 @@ def planned(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], expec
         return None
     options = (("is_causal", asked.is_causal), ("scale", asked.scale), ("operator", str(operator)))
     problem = problem_of(asked.kind, asked.tensors, options)
-    made, unread = tuple(expected[: asked.count]), [one for one in expected[asked.count :] if _is_tensor(one)]
+    count = asked.count
+    made, unread = tuple(expected[:count]), [one for one in expected[count:] if _is_tensor(one)]
     found = quickest(
         problem, asked.kernels, asked.library(), made, len(asked.tensors), asked.tensors, asked.is_first, unread
     )  # fmt: skip
-    if found is None or (gpu.standing_in() is None and not asked.is_no_less_exact(found()[: asked.count], made)):
+    if found is None or (gpu.standing_in() is None and not asked.is_no_less_exact(found()[:count], made)):
         return None
     rest = [None if _is_tensor(one) else (one,) for one in expected]  # numbers, and what is not there
 
@@ -89,7 +90,9 @@ class _Asked(abc.ABC):
     given: Mapping[str, Any]
     """The arguments by the parameters' names."""
     tensors: tuple[torch.Tensor, ...]
-    """Those that the kernel reads, in its order."""
+    """Those that the kernel reads, in its order. The last one is the mask, if there is one."""
+    count: int
+    """How many of the results the kernel makes: the first ones. Without dropout nothing reads the others."""
     is_causal: bool
     scale: float
     kernels: tuple[Kernel, ...]
@@ -98,17 +101,16 @@ class _Asked(abc.ABC):
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
-    """The parameters of `tensors`."""
-    count: ClassVar[int]
-    """How many of the results the kernel makes: the first ones. Without dropout nothing reads the others."""
+    """The parameters of `tensors`, but for the mask."""
 
     @abc.abstractmethod
-    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those results, in the precision of these tensors, by products and a softmax."""
+    def exact(self, tensors: Sequence[torch.Tensor], mask: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+        """The results, in the precision of these tensors, by products and a softmax."""
 
     def library(self) -> tune.Candidate:
         """torch's candidate."""
-        operator, names, parameters = self.operator, self.names, self.operator._schema.arguments
+        operator, parameters = self.operator, self.operator._schema.arguments
+        names = (*self.names, "attn_bias")[: len(self.tensors)]
         given = {name: value for name, value in self.given.items() if name not in names}
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
@@ -120,8 +122,9 @@ class _Asked(abc.ABC):
 
     def is_no_less_exact(self, have: Sequence[torch.Tensor], torchs: Sequence[torch.Tensor]) -> bool:
         """Whether results are as close to float64's as torch's are. Checked for the first head."""
-        exact = self.exact([tensor[:1, :1].double() for tensor in self.tensors])
-        for one, other, best in zip(have, torchs, exact, strict=True):
+        tensors = [tensor[:1, :1].double() for tensor in self.tensors]
+        exact = self.exact(tensors[: len(self.names)], *tensors[len(self.names) :])
+        for one, other, best in zip(have, torchs, exact, strict=False):
             # the logarithms may lack the last dimension, and have more rows than there are queries
             parts = (result[:1, :1, : best.shape[2]].reshape(best.shape) for result in (one, other))
             error, allowed = (exactness.relative_error(part, best) for part in parts)
@@ -129,31 +132,34 @@ class _Asked(abc.ABC):
                 return False
         return True
 
-    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         scores = query @ key.transpose(2, 3) * self.scale
+        if mask is not None:
+            scores = scores + mask
         if self.is_causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
         return scores
 
 
 class _Forward(_Asked):
-    kind, names, count = "attention with logarithms", _READ, 2
+    kind, names = "attention with logarithms", _READ
 
-    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def exact(self, tensors: Sequence[torch.Tensor], mask: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
         query, key, value = tensors
-        scores = self.scores(query, key)
+        scores = self.scores(query, key, mask)
         return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
 
 
 class _Gradients(_Asked):
-    kind, names, count = "attention's gradients", _READ_BY_GRADIENTS, 3
+    kind, names = "attention's gradients", _READ_BY_GRADIENTS
 
-    def exact(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def exact(self, tensors: Sequence[torch.Tensor], mask: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
         query, key, value, _, _, dout = tensors
         with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            result = self.scores(*leaves[:2]).softmax(-1) @ leaves[2]
-            return torch.autograd.grad(result, leaves, dout)
+            query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+            mask = None if mask is None else mask.expand(1, 1, query.shape[2], -1).detach().clone().requires_grad_()
+            leaves = [query, key, value, *([] if mask is None else [mask])]
+            return torch.autograd.grad(self.scores(query, key, mask).softmax(-1) @ value, leaves, dout)
 
 
 def _name(parameter: Any) -> str:
@@ -173,10 +179,13 @@ def _asked(
     parameters = operator._schema.arguments
     defaults = {_name(one): one.default_value for one in parameters if one.has_default_value()}
     given = {**defaults, **dict(zip(map(_name, parameters), args, strict=False)), **kwargs}
-    if given["dropout_p"] or given.get("attn_bias") is not None or given.get("return_debug_mask", False):
+    if given["dropout_p"] or given.get("return_debug_mask", False):
         return None
     kind: type[_Asked] = _Gradients if operator in GRADIENTS else _Forward
-    tensors, made = tuple(given[name] for name in kind.names), expected[: kind.count]
+    mask = given.get("attn_bias")
+    tensors = (*(given[name] for name in kind.names), *([] if mask is None else [mask]))
+    count = 2 if kind is _Forward else 4 if given.get("grad_input_mask", [False])[-1] else 3
+    made = expected[:count]
     if not all(map(_is_tensor, (*tensors, *made))) or not may_compute(made[0]):
         return None
     query, key, _ = tensors[:3]
@@ -196,14 +205,19 @@ def _asked(
             return None
         kernels = attention.candidates(replace(described, logs=logs.shape[2]))
         is_first = attention.is_quicker(described)
-    return kind(operator, given, tensors, is_causal, scale, tuple(kernels), is_first)
+    return kind(operator, given, tensors, count, is_causal, scale, tuple(kernels), is_first)
+
+
+def _is_nearly_dense(tensor: torch.Tensor) -> bool:
+    """Whether at most half of a tensor's memory is between its elements: torch pads rows of a mask's gradient."""
+    return extent(tensor) <= 2 * tensor.numel() * tensor.element_size()
 
 
 def _kernels_of_gradients(
     tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor], is_causal: bool, scale: float,
     aligned: Callable[[torch.Tensor], int],
 ) -> list[Kernel]:  # fmt: skip
-    query, key, value, out, logs, dout = tensors
+    query, key, value, out, logs, dout, *masks = tensors
     own = (query, key, value, out, dout)
     if any(tensor.dtype != query.dtype or tensor.stride(3) != 1 for tensor in (*own, *made)):
         return []
@@ -213,8 +227,16 @@ def _kernels_of_gradients(
         return []
     if any(tensor.shape != (batch, heads, keys, width) for tensor in (key, value)) or 0 in query.shape or keys == 0:
         return []
-    if not all(is_dense(tensor.shape, tensor.stride()) for tensor in made):
+    if not all(is_dense(tensor.shape, tensor.stride()) for tensor in made[:3]):
         return []
+    if len(made) > 3 and (made[3].shape != (batch, heads, queries, keys) or not _is_nearly_dense(made[3])):
+        return []
+    if any(mask.dtype != query.dtype or mask.dim() != 4 for mask in masks):
+        return []
+    mask_strides = 0, 0, 0, 0
+    for mask in masks:
+        of_mask_batch, of_mask_head, of_query, of_key = mask.expand(batch, heads, queries, keys).stride()
+        mask_strides = of_mask_batch, of_mask_head, of_query, of_key
     of_batch, of_head = (stride * (size > 1) for stride, size in zip(logs.stride()[:2], logs.shape[:2], strict=True))
     return attention_gradient.candidates(
         attention_gradient.Problem(
@@ -233,6 +255,9 @@ def _kernels_of_gradients(
             dk=moving(made[1]),
             dv=moving(made[2]),
             logs=(of_batch, of_head),
+            mask=query.dtype if masks else None,
+            mask_strides=mask_strides,
+            dmask=moving(made[3]) if len(made) > 3 else None,
             is_causal=is_causal,
             scale=scale,
             alignment=min(map(aligned, own)),

@@ -1,12 +1,13 @@
-// The gradients of out[l] = sum over s of p[l][s] * v[s], p the softmax over s of q[l] . k[s] * scale, for each head: dq,
-// dk and dv from dout, from out, and from the logarithms of the sums that the softmax divides by.
+// The gradients of out[l] = sum over s of p[l][s] * v[s], p the softmax over s of q[l] . k[s] * scale + mask[l][s], for
+// each head: dq, dk, dv and, if it is asked for, dmask = ds, from dout, from out, and from the logarithms of the sums
+// that the softmax divides by.
 //
 //   dp[l][s] = dout[l] . v[s]                      ds[l][s] = p[l][s] * (dp[l][s] - delta[l])
 //   delta[l] = dout[l] . out[l]                    dq[l] = sum over s of ds[l][s] * k[s] * scale
 //   dv[s] = sum over l of p[l][s] * dout[l]        dk[s] = sum over l of ds[l][s] * q[l] * scale
 //
 // The weights p are computed again. One kernel has a tile of queries in each block, reads all keys and values, and writes
-// dq and delta. The next one has a tile of keys, reads all queries and rows of dout, and writes dk and dv. So a sum is
+// dq, dmask and delta. The next one has a tile of keys, reads all queries and rows of dout, and writes dk and dv. So a sum is
 // always computed in the same order: two products more than with atomic additions, and deterministic.
 #pragma once
 
@@ -23,28 +24,32 @@ namespace fxfuse {
 struct AttentionGradientProblem {
     int64_t batch, heads, queries, keys;
     int64_t logs_batch, logs_head;  // strides of the logarithms, one for each query
-    AttentionStrides q, k, v, out, dout, dq, dk, dv;
+    AttentionStrides q, k, v, out, dout, dq, dk, dv, mask, dmask;
+    int64_t mask_key;  // stride along keys; that of dmask is 1
     double scale;
 };
 
-template <class Element, class Output>
+template <class Element, class Mask, class Output>
 struct AttentionGradientTensors {
     const Element *q, *k, *v, *out, *dout;
     const float* logs;  // natural logarithms
-    Output *dq, *dk, *dv;
+    const Mask* mask;
+    Output *dq, *dk, *dv, *dmask;
     float* deltas;  // [batch][head][query]
 };
 
-// kOfKeys: whether the block has keys of its own, and reads queries tile after tile.
-template <class Mma, class Mask, int kWidth, int kTile, int kWarps, int kBlocks_, class Output, bool kOfKeys>
+// kOfKeys: whether the block has keys of its own, and reads queries tile after tile. kOfMask: whether dmask is asked for.
+// Epilogue: names the kernel, no more.
+template <class Mma, class Mask, int kWidth, int kTile, int kWarps, bool kOfMask, int kBlocks_, class Output,
+          class Epilogue, bool kOfKeys>
 struct AttentionGradientPass {
     using Products = AttentionProducts<typename Mma::Unguarded, kWidth, kTile>;
     using Guarded = AttentionProducts<Mma, kWidth, kTile>;
     using Element = typename Mma::Element;
     using Problem = AttentionGradientProblem;
-    using Tensors = AttentionGradientTensors<Element, Output>;
+    using Tensors = AttentionGradientTensors<Element, Mask, Output>;
 
-    static constexpr bool kCausal = kIsCausal<Mask>;
+    static constexpr bool kMasked = kIsMask<Mask>, kCausal = kIsCausal<Mask>;
     using Block = AttentionBlock<kCausal>;
     static constexpr int kBlocks = kBlocks_;
     static constexpr int kWarp = Products::kWarp, kThreads = kWarps * kWarp;
@@ -76,6 +81,7 @@ struct AttentionGradientPass {
         const auto v = rows_of(at, tensors.v, problem.v), dout = rows_of(at, tensors.dout, problem.dout);
         const float* logs = tensors.logs + at.batch * problem.logs_batch + at.head * problem.logs_head;
         float* deltas = tensors.deltas + (at.batch * problem.heads + at.head) * problem.queries;
+        const auto mask = rows_of(at, tensors.mask, problem.mask);
         const auto one = kOfKeys ? q : k, other = kOfKeys ? dout : v;  // read tile after tile
         const int count = kOfKeys ? keys : queries;                    // of own rows
 
@@ -130,11 +136,18 @@ struct AttentionGradientPass {
                 Chosen::multiply_rows(weight, own_one, tile_at(stage), lane);
                 for_each([&](int j, int half, int i, int of_tile) {
                     float& one_weight = weight[j][2 * half + i];
-                    const int row = first + of_tile;
+                    const int row = first + of_tile, own_row = own + 8 * half;
                     bool seen = row < end;
-                    if (kCausal) seen = seen && (kOfKeys ? own + 8 * half <= row : row <= own + 8 * half);
+                    if (kCausal) seen = seen && (kOfKeys ? own_row <= row : row <= own_row);
+                    float added = 0.0f;
+                    if constexpr (kMasked) {
+                        seen = seen && own_row < count;
+                        const int query = kOfKeys ? row : own_row, key = kOfKeys ? own_row : row;
+                        added = seen ? added_for(mask.row(query)[key * problem.mask_key]) : 0.0f;
+                        seen = seen && added != nothing();
+                    }
                     const float log = kOfKeys ? (row < end ? __ldg(logs + row) * kLog2E : 0.0f) : own_log[half];
-                    one_weight = seen ? ptx::exp2(fmaf(one_weight, scale, -log)) : 0.0f;
+                    one_weight = seen ? ptx::exp2(fmaf(one_weight, scale, added - log)) : 0.0f;
                 }, part);
                 typename Chosen::A packed[Chosen::kOfRows];
                 if constexpr (kOfKeys) {
@@ -148,6 +161,12 @@ struct AttentionGradientPass {
                     const float delta = kOfKeys ? (row < end ? deltas[row] : 0.0f) : own_delta[half];
                     float& one_gradient = gradient[j][2 * half + i];
                     one_gradient = weight[j][2 * half + i] * (one_gradient - delta);
+                    if constexpr (kOfMask && !kOfKeys) {
+                        const int own_row = own + 8 * half;
+                        if (row < end && own_row < count) {
+                            rows_of(at, tensors.dmask, problem.dmask).row(own_row)[row] = from_float<Output>(one_gradient);
+                        }
+                    }
                 }, part);
                 Chosen::pack(packed, gradient);
                 Chosen::multiply_tile(of_one, packed, tile_at(stage), lane);
@@ -222,21 +241,35 @@ __global__ void __launch_bounds__(Pass::kThreads, Pass::kBlocks)
     FXFUSE_DEVICE_PASS(Pass::run(problem, tensors));
 }
 
-template <class Mma, class Mask, int kWidth, int kTile, int kWarps, int kBlocks, class Output, class Epilogue>
+template <class Mma, class Mask, int kWidth, int kTile, int kWarps, bool kOfMask, int kBlocks, class Output,
+          class Epilogue>
 struct AttentionGradient {
     using Element = typename Mma::Element;
     using Problem = AttentionGradientProblem;
     template <bool kOfKeys>
-    using Pass = AttentionGradientPass<Mma, Mask, kWidth, kTile, kWarps, kBlocks, Output, kOfKeys>;
-    static constexpr int kTensors = 10;  // q, k, v, out, logs, dout, dq, dk, dv, the workspace
+    using Pass = AttentionGradientPass<Mma, Mask, kWidth, kTile, kWarps, kOfMask, kBlocks, Output, Epilogue, kOfKeys>;
+    static constexpr bool kMasked = kIsMask<Mask>;
+    // q, k, v, out, logs, dout, the mask, dq, dk, dv, dmask, the workspace
+    static constexpr int kTensors = 10 + kMasked + kOfMask;
 
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue&, cudaStream_t stream) {
         const auto read = [&](int i) { return reinterpret_cast<const Element*>(pointers[i]); };
         const auto written = [&](int i) { return reinterpret_cast<Output*>(pointers[i]); };
-        const AttentionGradientTensors<Element, Output> tensors{
-            read(0),    read(1),    read(2),    read(3), read(5), reinterpret_cast<const float*>(pointers[4]),
-            written(6), written(7), written(8), reinterpret_cast<float*>(pointers[9])};
+        constexpr int kMade = 6 + kMasked;
+        const typename Pass<false>::Tensors tensors{
+            read(0),
+            read(1),
+            read(2),
+            read(3),
+            read(5),
+            reinterpret_cast<const float*>(pointers[4]),
+            kMasked ? reinterpret_cast<const Mask*>(pointers[6]) : nullptr,
+            written(kMade),
+            written(kMade + 1),
+            written(kMade + 2),
+            kOfMask ? written(kMade + 3) : nullptr,
+            reinterpret_cast<float*>(pointers[kTensors - 1])};
         if (const cudaError_t error = launch_pass<Pass<false>>(problem, tensors, problem.queries, stream);
             error != cudaSuccess) {
             return error;

@@ -124,8 +124,9 @@ struct TiledAttention {
             const int row = first_row + 8 * half;
             const bool exists = row < problem.group * problem.queries;
             if (kLogs && part == 0 && row < problem.logs) {
-                const float log = most[half] / kLog2E + logf(all);
-                logs[(head.batch * problem.key_heads + head.key_head) * problem.logs + row] = exists ? log : -nothing();
+                // infinite for a query that sees no keys: its weights are zeros for gradients, too
+                const float log = exists && all > 0.0f ? most[half] / kLog2E + logf(all) : -nothing();
+                logs[(head.batch * problem.key_heads + head.key_head) * problem.logs + row] = log;
             }
             if (!exists) continue;
             const float share = all == 0.0f ? 0.0f : 1.0f / all;  // zeros for a query that sees no keys
