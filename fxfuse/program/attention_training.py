@@ -51,9 +51,9 @@ def planned(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], expec
     asked = _asked(operator, args, kwargs, expected, alignment)
     if asked is None or not asked.kernels or not all(map(is_plain, asked.tensors)):
         return None
-    options = (("is_causal", asked.is_causal), ("scale", asked.scale), ("operator", str(operator)))
-    problem = problem_of(asked.kind, asked.tensors, options)
     count = asked.count
+    options = (("is_causal", asked.is_causal), ("scale", asked.scale), ("operator", str(operator)), ("results", count))
+    problem = problem_of(asked.kind, asked.tensors, options)
     made, unread = tuple(expected[:count]), [one for one in expected[count:] if _is_tensor(one)]
     found = quickest(
         problem, asked.kernels, asked.library(), made, len(asked.tensors), asked.tensors, asked.is_first, unread
