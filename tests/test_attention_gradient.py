@@ -10,7 +10,9 @@ import pytest
 import torch
 from emulator import available, launch
 
-from fxfuse.cuda import attention, attention_gradient
+from fxfuse.cuda import attention, attention_gradient, gpu
+from fxfuse.cuda.stand_in import StandIn
+from fxfuse.program import attention_training
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Allowed errors, relative to the norm of a gradient."""
@@ -160,6 +162,45 @@ def test_problems_without_a_kernel():
         {"k": (100, 100, 65)},
     ):  # fmt: skip
         assert not attention_gradient.candidates(dataclasses.replace(problem, **other)), other
+
+
+def _asked(name, queries=40, keys=40, dtype=torch.float32, heads=2, **given):
+    """What a call of torch's operator asks for on an A100 that is only described."""
+    q, out, dout = (StandIn(torch.zeros(1, queries, heads, 32, dtype=dtype)).transpose(1, 2) for _ in range(3))
+    k, v = (StandIn(torch.zeros(1, keys, 2, 32, dtype=dtype)).transpose(1, 2) for _ in range(2))
+    logs = StandIn(torch.zeros(1, heads, -(-queries // 32) * 32))
+    number = StandIn(torch.zeros((), dtype=torch.int64))
+    if name.endswith("backward"):
+        args = {"grad_out_": dout, "query": q, "key": k, "value": v, "attn_bias": None, "out": out, "logsumexp": logs,
+                "philox_seed": number, "philox_offset": number, "dropout_p": 0.0,
+                "grad_input_mask": [True, True, True, False]}  # fmt: skip
+        expected = q, k, v, None
+    else:
+        args = {"query": q, "key": k, "value": v, "attn_bias": None, "compute_log_sumexp": True}
+        expected = out, logs, number, number
+    operator = getattr(torch.ops.aten, name).default
+    with gpu.instead_of(gpu.Standing(gpu.of_architecture("sm_80"), False)):
+        return attention_training._asked(operator, (), args | given, expected, lambda tensor: 16)
+
+
+@pytest.mark.parametrize("suffix", ["", "_backward"])
+def test_which_calls_of_torchs_operators_have_kernels(suffix):
+    name = f"_scaled_dot_product_efficient_attention{suffix}"
+    asked = _asked(name)
+    assert asked.kernels and asked.scale == pytest.approx(32**-0.5) and not asked.is_causal and asked.is_first
+    assert _asked(name, is_causal=True).is_causal
+    assert _asked(name, queries=70).kernels
+    assert _asked(name, dropout_p=0.1) is None
+    assert _asked(name, heads=4) is None
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        assert _asked(name) is None  # who asks for torch's kernel gets it
+
+
+def test_causal_attention_to_other_lengths_is_torchs():
+    """The operators differ in which keys they hide then."""
+    name = "_scaled_dot_product_efficient_attention"
+    assert _asked(name, is_causal=True).kernels
+    assert _asked(name, queries=30, is_causal=True) is None
 
 
 def test_torch_defines_the_logarithms_so():

@@ -111,7 +111,7 @@ def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Asked | None:
     given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
     names = _PARAMETERS[: 3 if given.get("attn_mask") is None else 4]
     tensors = tuple(given[name] for name in names if isinstance(given[name], torch.Tensor))
-    if given.get("dropout_p", 0.0) or len(tensors) < len(names) or not _all_kinds_allowed():
+    if given.get("dropout_p", 0.0) or len(tensors) < len(names) or not all_kinds_allowed():
         return None
     return _Asked(tensors, given.get("scale"), bool(given.get("is_causal", False)))
 
@@ -229,7 +229,7 @@ def by_hand(
         added: what is added to the scaled scores, or None.
         period: batches after which `added` repeats, which torch's operators cannot read; 0 if it does not repeat.
     """
-    if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
+    if not exactness.enabled() or packaged.is_unmeasured() or not all_kinds_allowed():
         return None
     metas = [
         TensorMeta(value.shape, value.strides, value.dtype, device, math.gcd(value.slot.alignment, value.offset))
@@ -447,7 +447,7 @@ def _factor(expression: Expr) -> float | None:
     return None
 
 
-def _all_kinds_allowed() -> bool:
+def all_kinds_allowed() -> bool:
     """Whether all kinds of torch's attention are enabled."""
     cuda = torch.backends.cuda
     return all((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()))

@@ -18,7 +18,7 @@ from fxfuse import ahead, build
 from fxfuse.cuda import attention, attention_gradient, exactness, gpu, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.layout import is_dense
-from fxfuse.program.attention import moving, problem_for
+from fxfuse.program.attention import all_kinds_allowed, moving, problem_for
 from fxfuse.program.own_kernels import may_compute, problem_of, quickest, source_of
 from fxfuse.program.values import alignment, extent, is_plain
 
@@ -115,7 +115,7 @@ class _Asked(abc.ABC):
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
             values = {**given, **dict(zip(names, (x, *others), strict=True))}
-            args = [values[_name(one)] for one in parameters if not one.kwarg_only]
+            args = [values[_plain(one.name)] for one in parameters if not one.kwarg_only]
             return operator(*args, **{one.name: values[one.name] for one in parameters if one.kwarg_only})
 
         return tune.Candidate(LIBRARY, LIBRARY, lambda: run, always=True, library=True)
@@ -162,9 +162,9 @@ class _Gradients(_Asked):
             return torch.autograd.grad(self.scores(query, key, mask).softmax(-1) @ value, leaves, dout)
 
 
-def _name(parameter: Any) -> str:
-    name: str = parameter.name
-    return {"log_sumexp": "logsumexp"}.get(name, name.rstrip("_"))  # one of the operators has grad_out_
+def _plain(name: str) -> str:
+    """A parameter's name as most of the operators have it: one has grad_out_."""
+    return name.rstrip("_")
 
 
 def _asked(
@@ -177,9 +177,10 @@ def _asked(
         aligned: the alignment of a tensor's address.
     """
     parameters = operator._schema.arguments
-    defaults = {_name(one): one.default_value for one in parameters if one.has_default_value()}
-    given = {**defaults, **dict(zip(map(_name, parameters), args, strict=False)), **kwargs}
-    if given["dropout_p"] or given.get("return_debug_mask", False):
+    defaults = {one.name: one.default_value for one in parameters if one.has_default_value()}
+    named = {**defaults, **dict(zip((one.name for one in parameters), args, strict=False)), **kwargs}
+    given = {_plain(name): value for name, value in named.items()}
+    if given["dropout_p"] or given.get("return_debug_mask", False) or not all_kinds_allowed():
         return None
     kind: type[_Asked] = _Gradients if operator in GRADIENTS else _Forward
     mask = given.get("attn_bias")
@@ -195,6 +196,8 @@ def _asked(
     if logs.dtype != torch.float32 or logs.dim() < 3 or logs.shape[2] < query.shape[2] or logs.stride(2) != 1:
         return None
     is_causal = bool(given["is_causal"])
+    if is_causal and query.shape[2] != key.shape[2]:  # the operators hide different keys then
+        return None
     scale = 1 / math.sqrt(query.shape[3]) if given["scale"] is None else given["scale"]
     if kind is _Gradients:
         kernels = _kernels_of_gradients(tensors, made, is_causal, scale, aligned)
