@@ -1259,7 +1259,9 @@ def test_float64_runs_in_torch():
 # --------------------------------------------------------------------------------------- around the regions
 
 
-def test_a_run_of_convolutions_is_converted_once_each_way():
+def test_a_run_of_convolutions_is_converted_once_each_way(monkeypatch, forget):
+    monkeypatch.setenv("FXFUSE_TUNE", "0")  # cuDNN converts inside its kernels: it may be measured as quicker
+
     def forward(s, x):
         for conv in s.convs:
             x = F.relu(s.bn(conv(x)) + x)
@@ -1274,7 +1276,7 @@ def test_a_run_of_convolutions_is_converted_once_each_way():
         names = kernels_launched(lambda: fast(x))
     assert [have.stride() for have in haves] == [want.stride() for want in wants]
     assert not any("nchwToNhwc" in name or "nhwcToNchw" in name for name in names), names
-    assert all("gemm" in region.kernel or "library" in region.kernel for region in fxfuse.explain(fast).regions)
+    assert all("gemm" in region.kernel for region in fxfuse.explain(fast).regions)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
