@@ -158,6 +158,26 @@ def test_kernels_of_regions_and_of_what_lies_between_them_are_there_for_each_arc
     assert manifest["choices"] and all(choice["measured"] == [] for choice in manifest["choices"].values())
 
 
+class Attending(nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_kernels_of_attention_are_there(traced, tmp_path):
+    """Exported graphs call torch's operator for it, and not its function."""
+    sources, _ = traced(tmp_path / "it", Attending().eval().bfloat16(), randn(2, 40, 32).bfloat16())
+    for chosen in GPUS:
+        labels = [source.label for source in sources if source.architecture == chosen.capability]
+        assert any(label.startswith("attention bfloat16 8, causal") for label in labels), labels
+
+
 @pytest.mark.parametrize(("allowed", "kinds"), [(True, {"tf32", "tf32x3"}), (False, {"tf32x3"})])
 def test_where_torch_may_use_tf32_there_are_kernels_for_both_answers(allowed, kinds, traced, tmp_path):
     model = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1), nn.ReLU()).eval()

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ahead, build, functional, guard, recapture, stream_capture
@@ -394,7 +393,7 @@ class Programs:
 
     def _without_data(self, bound: Bound) -> None:
         try:
-            foresee = {F.scaled_dot_product_attention: attention.begin}
+            foresee: dict[Any, Callable[[Any, Any, Any], None]] = dict.fromkeys(attention.CALLS, attention.begin)
             for operator in attention_training.PLANNED:
                 foresee[operator] = functools.partial(attention_training.begin, operator)
             ahead.run_without_data(self._root, self._graph, self._binding.values(bound), foresee)

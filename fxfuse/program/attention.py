@@ -35,6 +35,8 @@ from fxfuse.program.values import Call, Launch, Slot, Value, alignment, is_plain
 
 logger = logging.getLogger("fxfuse")
 
+CALLS: Final = frozenset({F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default})
+"""What graphs call for attention: traced ones torch's function, exported ones its operator. Both have one signature."""
 KIND: Final = "attention"
 LIBRARY: Final = "scaled_dot_product_attention"
 """The name of torch's candidate in `planned`."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -435,7 +434,7 @@ class Recorder:
         """A function that computes a node's result by a kernel of ours; None if there is none that is quicker."""
         if not self._by_parts or self._autocast() is not None or self.reason is not None:
             return None
-        if node.target is F.scaled_dot_product_attention:
+        if node.target in attention.CALLS:
             return attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
         if node.target in attention_training.PLANNED:
             return attention_training.planned(node.target, args, kwargs, result)
