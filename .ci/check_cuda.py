@@ -240,9 +240,10 @@ def gradients_of_attention(output: torch.dtype) -> Iterator[Kernel]:
         strides = (4 * rows * width, rows * width, width)
         of_mask = (0, 0, 0, 0) if mask is None else (0, rows * rows, rows, 1)
         dmask = None if mask is None else (4 * rows * rows, rows * rows, rows)
-        problem = attention_gradient.Problem(
-            2, 4, rows, rows, width, output, *[strides] * 8, (4 * rows, rows), mask, of_mask, dmask, is_causal
-        )
+        forward = attention.Problem(
+            2, 4, 1, rows, rows, width, output, mask, *[strides] * 4, of_mask, is_causal=is_causal
+        )  # fmt: skip
+        problem = attention_gradient.Problem(forward, *[strides] * 4, (4 * rows, rows), dmask)
         yield from attention_gradient.candidates(problem)
 
 

@@ -22,11 +22,13 @@ def described(query, key, value, out, dout, logs, made, is_causal=False, scale=0
     """The problem of these tensors; the mask's gradient is asked for if there are four to be made."""
     strides = (0, 0, 0, 0) if mask is None else mask.expand(*query.shape[:3], key.shape[2]).stride()
     batch, heads, queries, width = query.shape
+    forward = attention.Problem(
+        batch, heads, 1, queries, key.shape[2], width, query.dtype, None if mask is None else mask.dtype,
+        *(tensor.stride()[:3] for tensor in (query, key, value, out)), strides, is_causal=is_causal, scale=scale,
+    )  # fmt: skip
     return attention_gradient.Problem(
-        batch, heads, queries, key.shape[2], width, query.dtype,
-        *(tensor.stride()[:3] for tensor in (query, key, value, out, dout, *made[:3])),
-        logs.stride()[:2], None if mask is None else mask.dtype, strides,
-        made[3].stride()[:3] if len(made) > 3 else None, is_causal, scale,
+        forward, *(tensor.stride()[:3] for tensor in (dout, *made[:3])), logs.stride()[:2],
+        made[3].stride()[:3] if len(made) > 3 else None,
     )  # fmt: skip
 
 
@@ -156,12 +158,15 @@ def test_problems_without_a_kernel():
     query = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
     problem = described(*[query] * 5, torch.empty(2, 4, 100), [query] * 3)
     assert attention_gradient.candidates(problem)
+    for other in ({"alignment": 8}, {"dout": (0, 0, 0), "alignment": 2}):
+        assert not attention_gradient.candidates(dataclasses.replace(problem, **other)), other
     for other in (
-        {"width": 60}, {"width": 256}, {"alignment": 8}, {"dout": (0, 0, 0), "alignment": 2}, {"keys": 0},
+        {"width": 60}, {"width": 256}, {"alignment": 8}, {"keys": 0}, {"group": 2},
         {"keys": 5000},  # torch's flash attention is quicker
         {"k": (100, 100, 65)},
     ):  # fmt: skip
-        assert not attention_gradient.candidates(dataclasses.replace(problem, **other)), other
+        forward = dataclasses.replace(problem.forward, **other)
+        assert not attention_gradient.candidates(dataclasses.replace(problem, forward=forward)), other
 
 
 def _asked(name, queries=40, keys=40, dtype=torch.float32, heads=2, **given):

@@ -182,8 +182,6 @@ def _of_many_queries(problem: Problem) -> list[Kernel]:
     keys = enough[-1] if enough else tiles[0]
     rows = max(problem.group * problem.queries, problem.logs)
     warps = min(MOST_WARPS, -(-rows // MMA_ROWS))
-    mma = "Tf32x3" if problem.element == torch.float32 else _MMA[problem.element]
-    mask = "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
     pairs = str(problem.reads_pairs).lower()
     sizes, logs, blocks = f"{width}, {keys}, {warps}", str(problem.logs > 0).lower(), _blocks(problem, MMA_ROWS * warps)
     element = str(problem.element).removeprefix("torch.")
@@ -191,10 +189,21 @@ def _of_many_queries(problem: Problem) -> list[Kernel]:
         Kernel(
             name=f"attention {element} {width}, {'causal, ' * problem.is_causal}tiles of {MMA_ROWS * warps}x{keys}",
             header=TILES_HEADER,
-            type=f"TiledAttention<{mma}, {mask}, {sizes}, {pairs}, {logs}, {blocks}, {{output}}, {{epilogue}}>",
+            type=f"TiledAttention<{mma_of(problem)}, {mask_of(problem)}, {sizes}, {pairs}, {logs}, {blocks}, "
+            "{output}, {epilogue}>",
             params=_params(problem, 1),
         )
     ]
+
+
+def mma_of(problem: Problem) -> str:
+    """The C++ type of the products of attention_products.cuh."""
+    return "Tf32x3" if problem.element == torch.float32 else _MMA[problem.element]
+
+
+def mask_of(problem: Problem) -> str:
+    """The C++ type of the mask there."""
+    return "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
 
 
 def fits_by_tiles(heads: int, rows: int) -> bool:

@@ -10,8 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
+from fxfuse.cuda import attention
 from fxfuse.cuda.attention import (
     ACCESS,
     FLASH,
@@ -21,10 +20,10 @@ from fxfuse.cuda.attention import (
     MOST_WARPS,
     Strides,
     fits_by_tiles,
+    mask_of,
+    mma_of,
 )
-from fxfuse.cuda.codegen import CPP_TYPES
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import MMA
 
 HEADER: Final = "attention_gradient.cuh"
 MOST_WIDTH: Final = 128
@@ -33,74 +32,56 @@ MOST_WIDTH: Final = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """The gradients of out[b, h, l] = softmax(q[b, h, l] . k[b, h] * scale + mask[b, h, l]) . v[b, h] for query l.
+    """The gradients of an attention's q, k, v and mask. Channels are contiguous in all tensors."""
 
-    Channels are contiguous in all tensors. They have the same heads.
-    """
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    width: int
-    """Channels of keys, and of values."""
-    element: torch.dtype
-    q: Strides
-    k: Strides
-    v: Strides
-    out: Strides
+    forward: attention.Problem
+    """The attention. Its out and its q, k and v are read."""
     dout: Strides
     dq: Strides
     dk: Strides
     dv: Strides
     logs: tuple[int, int]
     """Strides of batch and head of the logarithms (natural) of the sums that the softmax divides by, one a query."""
-    mask: torch.dtype | None = None
-    mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Strides of batch, head, query and key; 0 where the mask broadcasts."""
     dmask: Strides | None = None
     """None if the mask's gradient is not asked for. That has an element for each query and key, and 1 as its stride
     along keys."""
-    is_causal: bool = False
-    """Whether query l sees the keys up to l alone. There is no mask then."""
-    scale: float = 1.0
     alignment: int = ACCESS
-    """Largest power of two, up to 16, that divides the addresses of q, k, v, out and dout in bytes."""
+    """Largest power of two, up to 16, that divides the addresses of out and dout in bytes."""
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernels that can run `problem`, best first.
+    """The kernels that can run `problem`, best first; none where heads of queries share keys.
 
     Their tensors are q, k, v, out, the logarithms, dout, the mask if there is one, dq, dk, dv, dmask if it is asked
     for, and a workspace.
     """
-    width, size = problem.width, problem.element.itemsize
-    read = (problem.q, problem.k, problem.v, problem.out, problem.dout)
-    moves = math.gcd(*(stride * size for strides in read for stride in strides), problem.alignment, ACCESS)
+    forward = problem.forward
+    width, size = forward.width, forward.element.itemsize
+    read = (forward.q, forward.k, forward.v, forward.out, problem.dout)
+    moves = math.gcd(*(stride * size for strides in read for stride in strides), problem.alignment, forward.alignment)
     if moves < ACCESS or any(stride % 2 for made in (problem.dq, problem.dk, problem.dv) for stride in made):
         return []
-    sizes = (problem.batch, problem.heads, problem.keys, problem.queries)
-    if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or max(sizes[2:]) > MOST_KEYS:
+    sizes = (forward.batch, forward.key_heads, forward.keys, forward.queries)
+    if forward.group > 1 or min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or max(sizes[2:]) > MOST_KEYS:
         return []
     if width % 8 or width * size % ACCESS or width > MOST_WIDTH:
         return []
-    if problem.mask is None and size == 2 and problem.keys > FLASH:
+    if forward.mask is None and size == 2 and forward.keys > FLASH:
         return []
-    if problem.is_causal and not fits_by_tiles(problem.batch * problem.heads, max(problem.queries, problem.keys)):
+    most_rows = max(forward.queries, forward.keys)
+    if forward.is_causal and not fits_by_tiles(forward.batch * forward.key_heads, most_rows):
         return []
-    warps = min(MOST_WARPS, -(-max(problem.queries, problem.keys) // MMA_ROWS))
-    mma = MMA["tf32x3" if problem.element == torch.float32 else "fp16" if problem.element == torch.float16 else "bf16"]
-    mask = "CausalMask" if problem.is_causal else "NoMask" if problem.mask is None else CPP_TYPES[problem.mask]
+    warps = min(MOST_WARPS, -(-most_rows // MMA_ROWS))
     learned, (tile, blocks) = str(problem.dmask is not None).lower(), _shape(width, size)
-    element = str(problem.element).removeprefix("torch.")
+    element = str(forward.element).removeprefix("torch.")
     numbers = f"{width}, {tile}, {warps}, {learned}, {blocks}"
     return [
         Kernel(
-            name=f"gradients of attention {element} {width}, {'causal, ' * problem.is_causal}{MMA_ROWS * warps} rows",
+            name=f"gradients of attention {element} {width}, {'causal, ' * forward.is_causal}{MMA_ROWS * warps} rows",
             header=HEADER,
-            type=f"AttentionGradient<{mma}, {mask}, {numbers}, {{output}}, {{epilogue}}>",
+            type=f"AttentionGradient<{mma_of(forward)}, {mask_of(forward)}, {numbers}, {{output}}, {{epilogue}}>",
             params=_params(problem),
-            workspace=problem.batch * problem.heads * problem.queries * 4,
+            workspace=forward.batch * forward.key_heads * forward.queries * 4,
         )
     ]
 
@@ -116,19 +97,20 @@ def _shape(width: int, size: int) -> tuple[int, int]:
 
 def _params(problem: Problem) -> bytes:
     """The struct AttentionGradientProblem of attention_gradient.cuh, packed."""
+    forward = problem.forward
     tensors = (
-        problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv
+        forward.q, forward.k, forward.v, forward.out, problem.dout, problem.dq, problem.dk, problem.dv
     )  # fmt: skip
     return struct.pack(
         "<37qd",
-        problem.batch,
-        problem.heads,
-        problem.queries,
-        problem.keys,
+        forward.batch,
+        forward.key_heads,
+        forward.queries,
+        forward.keys,
         *problem.logs,
         *(stride for strides in tensors for stride in strides),
-        *problem.mask_strides[:3],
+        *forward.mask_strides[:3],
         *(problem.dmask or (0, 0, 0)),
-        problem.mask_strides[3],
-        problem.scale,
+        forward.mask_strides[3],
+        forward.scale,
     )

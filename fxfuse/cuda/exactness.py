@@ -239,6 +239,11 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
     return worst
 
 
+def is_no_less_exact(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether a result from ordinary data is as close to the exact one as eager's is."""
+    return relative_error(found, exact) <= ALLOWED["normal"] * relative_error(eager, exact) + ULP
+
+
 def relative_error(found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | None = None) -> float:
     """Frobenius norm of `found - exact` divided by that of `exact`, over the elements where `exact` is finite.
 

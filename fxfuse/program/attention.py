@@ -125,8 +125,7 @@ def _is_no_less_exact(have: torch.Tensor, torchs: torch.Tensor, asked: _Asked) -
     mask = next((mask.expand(scores)[:1, :1] for mask in asked.tensors[3:]), None)
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     exact = F.scaled_dot_product_attention(query, key, value, mask, 0.0, asked.is_causal, scale=asked.scale)
-    error, allowed = (exactness.relative_error(one[:1, :1], exact) for one in (have, torchs))
-    return error <= exactness.ALLOWED["normal"] * allowed + exactness.ULP
+    return exactness.is_no_less_exact(have[:1, :1], torchs[:1, :1], exact)
 
 
 _aten: Final = torch.ops.aten
@@ -349,8 +348,7 @@ def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[tor
         return scores.softmax(-1) @ value.to(dtype)
 
     exact = attended(torch.float64)
-    have, want = (exactness.relative_error(one, exact) for one in (part, attended(query.dtype)))
-    return have <= exactness.ALLOWED["normal"] * want + exactness.ULP
+    return exactness.is_no_less_exact(part, attended(query.dtype), exact)
 
 
 def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:

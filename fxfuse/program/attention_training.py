@@ -126,9 +126,8 @@ class _Asked(abc.ABC):
         exact = self.exact(tensors[: len(self.names)], *tensors[len(self.names) :])
         for one, other, best in zip(have, torchs, exact, strict=False):
             # the logarithms may lack the last dimension, and have more rows than there are queries
-            parts = (result[:1, :1, : best.shape[2]].reshape(best.shape) for result in (one, other))
-            error, allowed = (exactness.relative_error(part, best) for part in parts)
-            if error > exactness.ALLOWED["normal"] * allowed + exactness.ULP:
+            own, torchs_own = (result[:1, :1, : best.shape[2]].reshape(best.shape) for result in (one, other))
+            if not exactness.is_no_less_exact(own, torchs_own, best):
                 return False
         return True
 
@@ -198,17 +197,18 @@ def _asked(
     is_causal = bool(given["is_causal"])
     if is_causal and query.shape[2] != key.shape[2]:  # the operators hide different keys then
         return None
-    scale = 1 / math.sqrt(query.shape[3]) if given["scale"] is None else given["scale"]
+    out = tensors[3] if kind is _Gradients else made[0]
+    masks = tensors[len(kind.names) :]
+    forward = problem_for((*tensors[:3], *masks), out, given["scale"], is_causal=is_causal, aligned=aligned)
+    if forward is None:
+        return None
     if kind is _Gradients:
-        kernels = _kernels_of_gradients(tensors, made, is_causal, scale, aligned)
+        kernels = _kernels_of_gradients(forward, tensors, made, aligned)
         is_first = query.dtype == torch.float32
     else:
-        described = problem_for(tensors, made[0], scale, is_causal=is_causal, aligned=aligned)
-        if described is None or not logs.is_contiguous():
-            return None
-        kernels = attention.candidates(replace(described, logs=logs.shape[2]))
-        is_first = attention.is_quicker(described)
-    return kind(operator, given, tensors, count, is_causal, scale, tuple(kernels), is_first)
+        kernels = attention.candidates(replace(forward, logs=logs.shape[2])) if logs.is_contiguous() else []
+        is_first = attention.is_quicker(forward)
+    return kind(operator, given, tensors, count, is_causal, forward.scale, tuple(kernels), is_first)
 
 
 def _is_nearly_dense(tensor: torch.Tensor) -> bool:
@@ -217,52 +217,30 @@ def _is_nearly_dense(tensor: torch.Tensor) -> bool:
 
 
 def _kernels_of_gradients(
-    tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor], is_causal: bool, scale: float,
+    forward: attention.Problem, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor],
     aligned: Callable[[torch.Tensor], int],
 ) -> list[Kernel]:  # fmt: skip
-    query, key, value, out, logs, dout, *masks = tensors
-    own = (query, key, value, out, dout)
-    if any(tensor.dtype != query.dtype or tensor.stride(3) != 1 for tensor in (*own, *made)):
+    query, key, _, out, logs, dout, *masks = tensors
+    if dout.shape != query.shape or any(tensor.dtype != query.dtype for tensor in (dout, *made)):
         return []
-    batch, heads, queries, width = query.shape
-    keys = key.shape[2]
-    if any(tensor.shape != query.shape for tensor in (out, dout)):
-        return []
-    if any(tensor.shape != (batch, heads, keys, width) for tensor in (key, value)) or 0 in query.shape or keys == 0:
+    if any(tensor.stride(3) != 1 for tensor in (dout, *made)):
         return []
     if not all(is_dense(tensor.shape, tensor.stride()) for tensor in made[:3]):
         return []
-    if len(made) > 3 and (made[3].shape != (batch, heads, queries, keys) or not _is_nearly_dense(made[3])):
+    if len(made) > 3 and (made[3].shape != (*query.shape[:3], key.shape[2]) or not _is_nearly_dense(made[3])):
         return []
     if any(mask.dtype != query.dtype or mask.dim() != 4 for mask in masks):
         return []
-    mask_strides = 0, 0, 0, 0
-    for mask in masks:
-        of_mask_batch, of_mask_head, of_query, of_key = mask.expand(batch, heads, queries, keys).stride()
-        mask_strides = of_mask_batch, of_mask_head, of_query, of_key
     of_batch, of_head = (stride * (size > 1) for stride, size in zip(logs.stride()[:2], logs.shape[:2], strict=True))
     return attention_gradient.candidates(
         attention_gradient.Problem(
-            batch=batch,
-            heads=heads,
-            queries=queries,
-            keys=keys,
-            width=width,
-            element=query.dtype,
-            q=moving(query),
-            k=moving(key),
-            v=moving(value),
-            out=moving(out),
+            forward=forward,
             dout=moving(dout),
             dq=moving(made[0]),
             dk=moving(made[1]),
             dv=moving(made[2]),
             logs=(of_batch, of_head),
-            mask=query.dtype if masks else None,
-            mask_strides=mask_strides,
             dmask=moving(made[3]) if len(made) > 3 else None,
-            is_causal=is_causal,
-            scale=scale,
-            alignment=min(map(aligned, own)),
+            alignment=min(map(aligned, (out, dout))),
         )
     )
