@@ -4,6 +4,7 @@
     python benchmarks/zoo.py --seed 1 --count 24 --dtype bfloat16 --slice 0/2
     python benchmarks/zoo.py --seed 1 --count 24 --train --output benchmarks/results
     python benchmarks/zoo.py --seed 1 --count 12 --train --device cpu --channels 384 --batch 4 --compare torch.compile
+    python benchmarks/zoo.py --named timm:repvgg_a2 transformers:bert --batch 32
 
 One network for each architecture family, from its configuration, with random weights; of the three packages those that
 are installed take turns. Each network has a process of its own. Processes build side by side (kernels, torch.compile)
@@ -23,6 +24,8 @@ it within a row only.
 With --train a call is a step of training (steps.py): forward, loss, backward, without dropout. Errors are those of all
 gradients, bfloat16 is torch.autocast around the forward, the first result is six steps. CUDA graphs of steps are
 measured if torch.compile's are, which have to be asked for: --compare eager torch.compile reduce-overhead.
+
+With --named nothing is drawn, and the results stand apart ("named").
 """
 
 from __future__ import annotations
@@ -169,6 +172,14 @@ def draw(seed: int, count: int) -> list[Network]:
         if network is not None and len(drawn) < count:
             drawn.setdefault(_plain(network.family), network)
     return list(drawn.values())
+
+
+def named(text: str) -> Network:
+    """The network that PACKAGE:NAME means. Raises ValueError for a package that is not known."""
+    package, _, name = text.partition(":")
+    if package not in PACKAGES or not name:
+        raise ValueError(text)
+    return Network(package, name, (name,))
 
 
 # --------------------------------------------------------------------------------------------------- building
@@ -718,7 +729,10 @@ def _slice(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument(
+        "--named", nargs="+", type=named, metavar="PACKAGE:NAME", help="these networks and no draw; PACKAGE as above"
+    )
     parser.add_argument("--count", type=int, default=12, help="families to draw")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--train", action="store_true", help="steps of training")
@@ -754,9 +768,9 @@ def main() -> None:
     facts = provenance(torch.device(given.device), given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
     index, parts = given.slice
-    todo = [network for network in draw(given.seed, given.count)[index::parts]
+    todo = [network for network in (given.named or draw(given.seed, given.count))[index::parts]
             if any(part in f"{network.package} {network.family}" for part in given.only)]  # fmt: skip
-    results = "zoo-training" if given.train else "zoo"
+    results = ("named" if given.named else "zoo") + ("-training" if given.train else "")
     kept = read(given.output, results, facts, Row) if given.output is not None else []
     rows = {row.key: row for row in kept}
     taken: list[Row] = []

@@ -50,6 +50,13 @@ def test_a_package_that_is_missing_changes_no_draw_of_the_others(zoo, monkeypatc
     assert zoo.draw(3, 3) == expected
 
 
+def test_a_network_can_be_named(zoo):
+    assert zoo.named("timm:repvgg_a2") == zoo.Network("timm", "repvgg_a2", ("repvgg_a2",))
+    for wrong in ("repvgg_a2", "timm:", "somewhere:repvgg_a2"):
+        with pytest.raises(ValueError, match="repvgg_a2" if "repvgg" in wrong else "timm"):
+            zoo.named(wrong)
+
+
 def _row(zoo, family, own, graph, **fields):
     times = {"eager": 4.0, "torch.compile": 2.0, "reduce-overhead": 1.0, "fxfuse": own, "fxfuse, CUDA graphs": graph}
     contestants = {name: {"wall": wall, "issue": 1.0} for name, wall in times.items()}
