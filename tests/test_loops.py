@@ -528,6 +528,23 @@ def test_what_stands_between_library_calls_is_one_kernel(device):
     assert made.launches + made.calls["addmm"] == 3 and not made.calls - Counter(addmm=1), made.code
 
 
+def rotary_of_heads_side_by_side(m, x):
+    heads = x.cumsum(0).unflatten(-1, (3, 8))
+    turned = torch.cat((-heads[..., 4:], heads[..., :4]), -1)
+    return (heads * m.cos + turned * m.sin).tanh().transpose(1, 2).cumsum(0)
+
+
+@pytest.mark.parametrize("forward", [
+    rotary_of_heads_side_by_side,
+    lambda m, x: (x.cumsum(0).unflatten(-1, (3, 8)).exp() * m.cos + m.sin).tanh().cumsum(0),
+], ids=["merged with others", "alone"])  # fmt: skip
+def test_a_pass_whose_operands_a_chain_would_copy_is_a_kernel_without_copies(forward, device):
+    """The operands are the same for all heads, which lie within a row of the result."""
+    model = Net(forward, cos=torch.randn(1, 5, 1, 8), sin=torch.randn(1, 5, 1, 8))
+    made = checked(model, device, 2, 5, 24)
+    assert (made.launches, made.calls) == (1, {"cumsum": 2}), made.code
+
+
 def test_what_a_pass_overwrites_is_read_before(device):
     """A region's pass may take the memory of what a library computed, if nobody reads that any more."""
 

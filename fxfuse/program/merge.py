@@ -530,8 +530,9 @@ class _Plan:
     def _is_better_without(self, number: int, loops: Loops) -> bool:
         """Whether a step stays as it was recorded if nothing is inlined into its loops."""
         step, on_gpu = self._steps[number], self._suits is None
-        if isinstance(step, Launch):  # its own kernel was chosen; loops are better only where they stage rows
-            return not (on_gpu and kernels.stages(loops))
+        if isinstance(step, Launch):  # its own kernel was chosen; loops are better where they stage rows or need no copies
+            needs_copies = not read_by(step) - step.writes <= _sources(loops)
+            return not (needs_copies or (on_gpu and kernels.stages(loops)))
         return on_gpu and not _is_loops_only(step) and not rows_pay(loops)
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:

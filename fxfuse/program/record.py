@@ -574,6 +574,8 @@ class Recorder:
                 if len(seen.launches) == 1:
                     loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
                     self.steps[-1].loops = self._paying(loops)
+                    if loops is not None:  # it reads other new memory: copies of operands
+                        self.steps[-1].writes = frozenset([loops.output.slot])
             return {node: value}
 
         return {node: result}, note
