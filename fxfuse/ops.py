@@ -67,6 +67,8 @@ class PointwiseOp:
     """Functions, module types and method names beside those found under `name` itself (see `_spellings_of`)."""
     boolean: bool = False
     """Whether the result is a truth value (C++ bool) rather than a number."""
+    integer: bool = False
+    """Whether the result is an integer (int64_t). Only loops between regions compute such (program/operators.py)."""
     commutative: bool = False
     passing: bool = False
     """Whether a range of arguments is returned as it is, negated or as a constant: there eager rounds nothing more."""
@@ -540,6 +542,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, passing=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
     PointwiseOp("bfloat16", _cast(torch.bfloat16), "round_to_bfloat16({0})", interval.same),
+    PointwiseOp("int64", _cast(torch.int64), "static_cast<int64_t>({0})", integer=True),
     PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),
     # an in-place operation. Arguments: its result, and the value whose dtype and shape it keeps
     PointwiseOp("assign", _assign, "{0}", interval.same, BINARY),
@@ -653,8 +656,8 @@ def asks_for_overflow(node: Call) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all operations of the expression language."""
-    return tuple(_by_name)
+    """The names of all operations that a region's expression may have."""
+    return tuple(name for name, row in _by_name.items() if not row.integer)
 
 
 def function_of(target: Any) -> Any:

@@ -110,6 +110,20 @@ def test_arguments_that_share_memory_in_any_order(any_device):
             assert len(state_of(fast).programs.programs) == number + 1, state_of(fast).programs.reason
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_whole_numbers_of_floats(dtype, any_device):
+    """Cut off towards zero, as the positions that models look up in a table are."""
+
+    def forward(m, x):
+        positions = (x.cumsum(0) * 1.5).long()
+        apart = (torch.arange(8, device=x.device)[:, None] * 1.5 - torch.arange(4, device=x.device) * 0.75 + 2.5).long()
+        return positions * 2 + 1, m.table[apart], positions.flip(1) - (x > 0).int()
+
+    model = Net(forward, table=torch.randn(16, 5))
+    made = checked(model, any_device, 6, 8, dtype=dtype, exact=False)
+    assert "_to_copy" not in made.calls, made.code
+
+
 def test_quotients_of_integers_and_of_truth_values(any_device):
     """In C++ these are integers. A quotient by zero would end the process."""
 

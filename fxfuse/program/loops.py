@@ -392,6 +392,8 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
         return "double"
     if ops.row(op).boolean:
         return "bool"
+    if ops.row(op).integer:
+        return INTEGER
     if op in _OF_INTEGERS and every <= {INTEGER, NARROW, "bool"}:
         if op == "where" and len(every) == 1:
             return every.pop()

@@ -180,7 +180,7 @@ def _better_than_torchs(computed: Mapping[int, Loops], steps: Sequence[Launch | 
     alone = {
         number: cpu_kernels.speed_beside_torch(loops)
         for number, loops in computed.items()
-        if loops == steps[number].loops
+        if loops == steps[number].loops and isinstance(steps[number], Call)
     }
     is_program = (
         len(alone) < len(computed)
@@ -530,9 +530,8 @@ class _Plan:
     def _is_better_without(self, number: int, loops: Loops) -> bool:
         """Whether a step stays as it was recorded if nothing is inlined into its loops."""
         step, on_gpu = self._steps[number], self._suits is None
-        if isinstance(step, Launch):  # its own kernel was chosen; loops are better where they stage rows or need no copies
-            needs_copies = not read_by(step) - step.writes <= _sources(loops)
-            return not (needs_copies or (on_gpu and kernels.stages(loops)))
+        if isinstance(step, Launch):  # its own kernel was chosen; loops are better where they save copies or stage rows
+            return not (_reads_copies(step) or (on_gpu and kernels.stages(loops)))
         return on_gpu and not _is_loops_only(step) and not rows_pay(loops)
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:
@@ -661,9 +660,12 @@ class _Plan:
         return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
 
     def needs_kernel(self, number: int) -> bool:
-        """Whether torch would overwrite memory in place that nothing makes."""
+        """Whether a step without a kernel of loops would need memory that nothing makes: memory that torch overwrites
+        in place, or copies of operands."""
         step, slot = self._steps[number], self.computed[number].output.slot
-        return isinstance(step, Call) and not step.is_pure and self.begins(number, slot)
+        if isinstance(step, Launch):
+            return _reads_copies(step)
+        return not step.is_pure and self.begins(number, slot)
 
     def _loops_of(self, number: int) -> Loops | None:
         """The loops of a step, with everything that was inlined; None if it has none."""
@@ -938,6 +940,11 @@ def _widened_as_it_lies(loops: Loops) -> Slot | None:
 def _is_loops_only(step: Launch | Call) -> TypeGuard[Call]:
     """Whether torch cannot compute a step: it has loops, but no function to call."""
     return isinstance(step, Call) and step.target is None
+
+
+def _reads_copies(step: Launch) -> bool:
+    """Whether a kernel reads copies of operands, which its loops do not need."""
+    return step.loops is not None and not read_by(step) - step.writes <= _sources(step.loops)
 
 
 def _overwrites_part(step: Launch | Call) -> bool:

@@ -329,8 +329,10 @@ def _cast(body: Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Ex
         return made
     if kind in (INTEGER, "float") and dtype == torch.bool:
         return Call("ne", (made, Const(0) if kind == INTEGER else Const(0.0)))
-    if kind == "bool" and dtype == torch.int64:
+    if kind == "bool" and kind_of(dtype) == INTEGER:
         return Call("where", (made, Const(1), Const(0)))
+    if kind == "float" and dtype == torch.int64:  # of the value as it is in memory, not as a kernel computed it
+        return Call("int64", (Call(_CASTS[value.dtype], (made,)),))
     if dtype not in _CASTS or value.dtype not in OPERAND_DTYPES:
         raise Unknown
     return Call(_CASTS[dtype], (made,))
