@@ -1241,6 +1241,54 @@ def test_what_overwrites_a_librarys_result_is_computed_where_it_is_moved(device)
     assert made.launches == 1, made.code
 
 
+def scores_with_positions(x):
+    """As in torchvision's MViT: Python copies the part onto itself after it is added to."""
+    scores = x @ x.transpose(1, 2)
+    scores[:, 1:, 1:] += x[:, 1:, :1] * x[:, None, 1:, 0] * 2
+    return scores.softmax(-1)
+
+
+def parts_one_after_another(x):
+    y = x.cumsum(0)
+    y[..., 0:2] *= 2
+    y[:, 1:].transpose(1, 2)[:, 2:4].exp_()
+    y[..., ::2].clamp_(-1, 1)
+    return y.cumsum(1)
+
+
+def part_and_its_neighbour(x):
+    y = x.cumsum(0)
+    y[:, :2] += y[:, 2:4]
+    y[:, 1:3] *= y[:, 2:4]  # what is read is overwritten by others
+    return y.flip(1) * 2
+
+
+def arguments_part(x):
+    x[:, 1:] -= 1.5
+    return x.mul_(2).cumsum(0)
+
+
+@pytest.mark.parametrize("compute, calls", [
+    (scores_with_positions, {"bmm": 1}), (parts_one_after_another, {"cumsum": 2}),
+    (part_and_its_neighbour, {"cumsum": 1, "add_": 1, "mul_": 1}), (arguments_part, {"cumsum": 1}),
+])  # fmt: skip
+def test_parts_that_are_changed_in_place(compute, calls, device):
+    made = checked(Net(lambda m, x: compute(x)), device, 3, 20, 20)
+    assert made.calls == calls, made.code
+
+
+def test_an_argument_is_overwritten_as_eager_overwrites_it(any_device):
+    model = Net(lambda m, x: (arguments_part(x), F.linear(x, x[0]).relu() + 1))
+    fast = fxfuse.optimize(model)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 5, 5).to(any_device)
+        y = x.clone()
+        for have, want in zip(fast(x), model(y), strict=True):
+            torch.testing.assert_close(have, want)
+        assert torch.equal(x, y)
+
+
 def test_what_is_overwritten_and_read_by_two(device):
     """Both readers need what was computed in place: it is, before the first of them."""
 

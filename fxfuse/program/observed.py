@@ -63,6 +63,17 @@ class Operation:
         return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether it copies elements to where they are, as `x[index] += y` does at its end."""
+        if self.overload is not _aten.copy_.default:
+            return False
+        places = [
+            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
+            for x in self.args[:2]
+        ]
+        return places[0] == places[1]
+
+    @property
     def allocates(self) -> bool:
         """Whether it makes a tensor without contents (`_ALLOCATING`)."""
         return self.overload in _ALLOCATING

@@ -39,6 +39,7 @@ from fxfuse.program.loops import (
     coordinates_in,
     from_the_left,
     inlined,
+    is_apart_or_in_place,
     kind_of,
     place_of,
 )
@@ -113,24 +114,29 @@ def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops |
 def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
     """Loops that write only the part of a tensor that an operator writes (`Loops.into`); None if loops cannot."""
     rule = _PARTS.get(overload.overloadpacket)
-    if rule is None or not isinstance(result, Value):
+    if not overload._schema.is_mutable or not isinstance(result, Value):
         return None
-    _, given = _arguments(overload, args, kwargs)
+    args, given = _arguments(overload, args, kwargs)
     if result.slot.is_apart or result.offset % result.dtype.itemsize:
         return None
     if is_overlapping(result.shape, result.strides) or torch.are_deterministic_algorithms_enabled():
         return None  # where an index is repeated, deterministic torch lets the last one win
     try:
-        shape, order, own, value = rule(given, result)
+        body = Body()
+        if rule is not None:
+            shape, order, own, value = rule(given, result)
+            at = coordinates(shape)
+            made = _cast(body, value, at, result.dtype) if isinstance(value, Value) else _number(value, result.dtype)
+        else:  # pointwise
+            shape, order, own = result.shape, _order_of(result), coordinates(result.shape)
+            made = _pointwise(body, overload, args, kwargs, result)
         if math.prod(shape) == 0:
             return None
         dense = Value(result.slot, 0, shape, _dense_strides(shape, order), result.dtype, result.name)
-        body, at = Body(), coordinates(shape)
-        made = _cast(body, value, at, result.dtype) if isinstance(value, Value) else _number(value, result.dtype)
         loops = body.loops(dense, made, into=Into(result, place_of(result, own)))
-    except (Unknown, KeyError):
+    except (Unknown, ops.Rejected, KeyError):
         return None
-    if any(read.slot is result.slot for read in loops.reads) or place_of(result, own).range[1] >= LARGEST:
+    if not is_apart_or_in_place(loops) or place_of(result, own).range[1] >= LARGEST:
         return None  # it would read elements that other threads have overwritten
     return loops if _is_possible(loops) else None
 
@@ -233,7 +239,7 @@ def _loops_of_epilogue(
 
 def _is_possible(loops: Loops) -> bool:
     """Whether a kernel can compute these loops as torch does."""
-    output, place = loops.output, loops.place()
+    output, place = loops.output, loops.place() if loops.into is None else loops.into.place
     if output.dtype not in MOVED:
         return False
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):

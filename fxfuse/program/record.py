@@ -634,7 +634,7 @@ class Recorder:
                     self._own_memory(operation.result, are_constant)
                 elif operation.overload is _aten.lift_fresh.default and self._is_number(operation.result):
                     known[id(operation.result)] = operation.result
-                elif not operation.is_view:
+                elif not operation.is_view and not operation.changes_nothing:
                     steps += self._operations(operation, known, label)
             steps += [self._launched(launch, label) for launch in seen.launches[done:]]
             for tensor in tensors_in(result):
