@@ -363,6 +363,8 @@ STATEMENTS: list[Row] = [
     ("in place", 0, "", "{v} = {x} * 1\n{v} += 1"),
     ("relu_", 0, "", "{v} = F.relu_({x} + 1) * 2"),
     ("in place on a view", 0, "", "{v} = {x} * 1\n{v}[..., 0] = 0\n{v} = {v} + 1"),
+    ("part changed", 0, "", "{v} = {x}.flip(-1)\n{v}[..., 1:] += {y}[..., 1:] * 2"),
+    ("parts changed", 0, "", "{v} = {x} * 1\n{v}[0] *= 1.5\n{v}.transpose(0, -1)[..., :1].clamp_(-1, 1)"),
     ("in place on a value", 0, "", "{x}.mul_(2)\n{v} = {x} + 1"),
     ("add_ alpha", 0, "", "{v} = ({x} + 0).add_({y}, alpha=2)"),
     ("buffer +=", 0, "self.register_buffer('r{k}', torch.zeros({n}))", "self.r{k} += 1\n{v} = {x} + self.r{k}"),
