@@ -239,7 +239,8 @@ def _loops_of_epilogue(
 
 def _is_possible(loops: Loops) -> bool:
     """Whether a kernel can compute these loops as torch does."""
-    output, place = loops.output, loops.place() if loops.into is None else loops.into.place
+    output = loops.output
+    place = loops.place() if loops.into is None else loops.into.place
     if output.dtype not in MOVED:
         return False
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
