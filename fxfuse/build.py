@@ -150,6 +150,11 @@ def load(source: Source) -> Launch:
     key = _key(source)
     found = _at_hand(key, source)
     if found is None:
+        begun: list[Source] | None = getattr(_thread, "begun", None)
+        if begun is not None:
+            _requested([(key, source)])
+            begun.append(source)
+            return _absent(key)
         [found] = _built([(key, source)])
     packaged.note_kernel(key, source)
     _source_of[found] = source
@@ -195,7 +200,7 @@ def begin(sources: Sequence[Source]) -> None:
 
 
 class _Absent:
-    """A kernel for a GPU that is not here: launching it does nothing."""
+    """A kernel for a GPU that is not here, or one that is not compiled yet: launching it does nothing."""
 
     def __init__(self, key: str) -> None:
         self.functions = (int(key, 16),) * 2
@@ -235,11 +240,27 @@ def noted() -> Iterator[list[Source]]:
         _thread.noted = outer
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def begun() -> Iterator[list[Source]]:
+    """Inside, this thread waits for no kernel: `load` begins to build it and gives a stand-in. The list has its source.
+
+    What needs several kernels is made inside first, and if anything is in the list, once more outside: then its kernels
+    compile together, and not one after the other.
+    """
+    outer = getattr(_thread, "begun", None)
+    sources: list[Source] = []
+    _thread.begun = sources
+    try:
+        yield sources
+    finally:
+        _thread.begun = outer
+
+
 class NotBuilt(Exception):
     """A kernel would have to be compiled inside `built_only`."""
-
-
-_thread = threading.local()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@
 // replays of the array; then the last argument is the array's size.
 #pragma once
 
+#ifndef __CUDA_ARCH__  // nothing of it runs on a GPU
+
 #include <cstdint>
 #include <vector>
 
@@ -81,3 +83,5 @@ extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t co
 }
 
 extern "C" const char* fxfuse_error(int) { return fxfuse_executor::message; }
+
+#endif  // __CUDA_ARCH__

@@ -636,6 +636,14 @@ def _draft(problem: Problem, strict: bool) -> Draft:
     return decide
 
 
+def _drafts(problems: Sequence[Problem], strict: bool) -> list[Draft]:
+    """The drafts of several problems, whose kernels compile together."""
+    if len(problems) == 1 or _is_bound_to_this_thread():
+        return [_draft(problem, strict) for problem in problems]
+    with ThreadPoolExecutor(len(problems)) as pool:
+        return list(pool.map(functools.partial(_draft, strict=strict), problems))
+
+
 def _compiled(problem: Problem, strict: bool) -> Draft:
     """The kernels for `problem`.
 
@@ -651,8 +659,8 @@ def _compiled(problem: Problem, strict: bool) -> Draft:
     if parts is not None:
         if problem.pool:
             raise Separate("operands enlarge the result")
-        second = _draft(parts.second, strict) if parts.has_chain else None
-        return split.draft(parts, _draft(parts.first, strict), second)
+        first, *rest = _drafts([parts.first, parts.second] if parts.has_chain else [parts.first], strict)
+        return split.draft(parts, first, rest[0] if rest else None)
     smaller = without_unread(problem, acc)
     if smaller is not None:
         return _choosing(problem, _draft(smaller[0], strict), smaller[1])
@@ -742,7 +750,7 @@ def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
     parts = gated.split(problem)
 
     def apart() -> Draft:
-        return gated.draft(problem, parts, _draft(parts.first, strict), _draft(parts.second, strict))
+        return gated.draft(problem, parts, *_drafts([parts.first, parts.second], strict))
 
     if problem.x.device.type != "cuda":
         return apart()

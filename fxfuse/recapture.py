@@ -262,7 +262,7 @@ class Recapture:
 
     @uncollected()
     def _first(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of python(*args, **kwargs), compared with that of a graph that is captured first.
+        """Eager's result, compared with that of a graph that is captured first.
 
         The graph runs on copies of the arguments. If they cannot be copied, the graph computes the result, and nothing
         is compared. If the graph draws random numbers, nothing is compared either.
@@ -294,13 +294,16 @@ class Recapture:
         # the second forward of a checkpoint, in the backward, must keep the same tensors as its first
         captured = [state_of(graph).captured.graph for graph in self._graphs]
         has_checkpoints = any(graph is not None and checkpoints.has_any(graph) for graph in captured)
-        with contextlib.nullcontext() if has_checkpoints else as_eager():
+        if has_checkpoints:
             result = python(*args, **kwargs)
+        else:
+            with as_eager():
+                result = root.forward(*args, **kwargs)
         if failure is not None:  # torch's sizes of masked_select are too small where the mask has more dimensions
             self._stay_python(f"Dynamo's graph fails where eager does not: {failure}")
             return result
         apart = 0.0 if is_random else _apart(result, [made, copies])  # copies: arguments may be among the results
-        if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
+        if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(args, kwargs, result):
             self._stay_python(
                 f"Dynamo's graph computes something else than eager ({apart:.1f} "
                 "times as far apart as rounding explains)"
@@ -312,9 +315,7 @@ class Recapture:
         self._graphs.clear()
         logger.warning("fxfuse: %s runs as Python: %s", type(self._root()).__name__, reason)
 
-    def _own_noise(
-        self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> float:
+    def _own_noise(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
         """How far eager's own results move if the arguments change by `ULPS`: as much as rounding in a deep network.
 
         A model that picks the best few of many values, as detectors do, may then pick others.
@@ -323,7 +324,7 @@ class Recapture:
         if copies is None or root is None:
             return 0.0
         with unchanged(root, gradients=torch.is_grad_enabled()), as_eager():
-            other = python(*copies[0], **copies[1])
+            other = root.forward(*copies[0], **copies[1])
         return _apart(result, [other])
 
     def _literals(self) -> dict[tuple[nn.Module, str], Any]:

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import re
 import threading
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -282,6 +283,14 @@ def parsed_html(text):
 def check_html(text):
     """The names of the elements of a piece of HTML, every one of which is closed."""
     return parsed_html(text).tags
+
+
+def wait_until(condition, seconds=60):
+    """Waits for what another thread or process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.001)
 
 
 def end_of_builds():

@@ -21,12 +21,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Net, end_of_builds, linear, randn
+from helpers import Net, end_of_builds, linear, randn, wait_until
 from torch import fx, nn
 
 import fxfuse
 from fxfuse import build, cache, guard, toolchain
-from fxfuse.cuda import codegen, pointwise
+from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.expression import parse
 from fxfuse.layout import Layout
 
@@ -395,10 +395,7 @@ def loaded_at_once(sources):
         for _ in range(build.PROCESSORS):
             stack.enter_context(build._compilers[False])
         futures = [pool.submit(build.load, source) for source in sources]
-        deadline = time.monotonic() + 60
-        while len(build._waiting) < len(sources):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(build._waiting) == len(sources))
     pool.shutdown(wait=False)
     return futures
 
@@ -425,6 +422,37 @@ def test_no_kernel_waits_for_others_while_a_processor_is_free(units, monkeypatch
     for launch in loaded_at_once([returning(number) for number in range(4)]):
         launch.result()
     assert sorted(units) == [[f"kernel {number}"] for number in range(4)]
+
+
+def test_kernels_of_one_maker_are_compiled_together(units):
+    """Such as those of a convolution by way of channels_last: a copy there, the convolution, a pass back."""
+    sources = [returning(number) for number in range(3)]
+
+    def made():
+        return [build.load(source) for source in sources]
+
+    with build._compilers[False], build.begun() as missing:
+        stand_ins = made()
+    assert missing == sources and len({launch.__self__.functions for launch in stand_ins}) == 3
+    assert [number_of(launch) for launch in made()] == [0, 1, 2]
+    assert units == [["kernel 0", "kernel 1", "kernel 2"]]
+    with build.begun() as missing:
+        assert [number_of(launch) for launch in made()] == [0, 1, 2]
+    assert not missing
+
+
+def test_kernels_of_a_candidate_are_compiled_together(units):
+    sources = [returning(number) for number in range(3)]
+
+    def made():
+        launches = [build.load(source) for source in sources]
+        return lambda: [number_of(launch) for launch in launches]
+
+    with build._compilers[False]:
+        run = ThreadPoolExecutor(1).submit(tune._built, tune.Candidate("three kernels", "three kernels", made))
+        wait_until(lambda: len(build._waiting) == 3)
+    assert run.result()() == [0, 1, 2]
+    assert len(units) == 1
 
 
 @pytest.mark.parametrize("processors, kernels, sizes", [(3, 7, [1, 3, 3]), (2, 3, [1, 2]), (1, 20, [10, 10])])

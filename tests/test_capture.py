@@ -21,7 +21,7 @@ from helpers import Net, Net2, assert_as_eager, conv, epilogues, linear, randn, 
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import proxies
+from fxfuse import plans, proxies
 from fxfuse.module import state_of
 
 X = randn(5, 8)
@@ -1311,6 +1311,34 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert "something else" in str(fxfuse.explain(fast, verbose=True))
     else:
         assert len(recapture.graphs) == 1 and recapture.reason is None
+
+
+def test_what_is_compared_with_eager_is_eager():
+    """The model runs as a graph around a child that runs as Python until Dynamo captures it: that graph, whose images
+    may lie in another layout, needs no kernels for the comparison."""
+
+    class Child(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum(()).dim() else x + 1
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.child, self.second = nn.Linear(8, 8), Child(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.second(self.child(self.first(x).relu())).tanh()
+
+    model, x = Model().eval(), randn(4, 8)
+    fast = fxfuse.optimize(model, (x,))
+    skip_if_python(fast)
+    (graph,) = state_of(fast).recapture.graphs
+    of_graph, of_python = (
+        [plan for region in state_of(each).regions for plan in plans.of_region(region.number)] for each in (graph, fast)
+    )
+    assert len(of_graph) == 2 and not of_python
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
 
 
 def test_results_on_another_device_are_not_compared_with_arguments():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import linear, randn
+from helpers import linear, randn, wait_until
 from torch import nn
 
 import fxfuse
@@ -51,13 +51,6 @@ def compiler(new_cache, tmp_path, monkeypatch):
         return pids
 
     return install
-
-
-def wait_until(condition):
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.01)
 
 
 def alive(pids):

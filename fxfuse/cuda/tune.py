@@ -245,8 +245,11 @@ _sources: Final[weakref.WeakKeyDictionary[Run, tuple[build.Source, ...]]] = weak
 
 
 def _built(candidate: Candidate) -> Run:
-    with build.noted() as sources:
+    with build.begun() as missing, build.noted() as sources:
         run = candidate.build()
+    if missing:
+        with build.noted() as sources:
+            run = candidate.build()
     _sources[run] = tuple(sources)
     return run
 
