@@ -214,6 +214,7 @@ def test_without_tf32_kernels_of_ours_are_tried_in_channels_last(kernel, allowed
     texts = []
     monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    monkeypatch.setattr(build, "PROCESSORS", 64)
     x, weight = meta(4, 16, 30, 31), meta(64, 16, kernel, kernel, is_parameter=True)
     options = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups", 1))
     problem = Problem("conv2d", options, "tanh(acc)", x, weight, meta(64, is_parameter=True), ())

@@ -295,7 +295,8 @@ def test_convolution_on_hopper(drafted, monkeypatch):
     assert "wgmma" in names[0]
 
 
-def test_convolution_without_tf32(drafted):
+def test_convolution_without_tf32(drafted, monkeypatch):
+    monkeypatch.setattr(build, "PROCESSORS", 64)
     x, weight, bias = integers(2, 8, 6, 10), integers(16, 8, 3, 3), integers(16)
     with torch.backends.cudnn.flags(allow_tf32=False):
         names = check(drafted, "conv2d", CONV, "relu(acc)", x, weight, bias, ())

@@ -69,7 +69,7 @@ def gpu(tmp_path, monkeypatch):
     fake.new_process()
     monkeypatch.setenv("FXFUSE_TUNE", "1")
     monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "PROCESSORS", 2 * tune.MOST_CONTESTANTS)
+    monkeypatch.setattr(build, "PROCESSORS", 4 * tune.MOST_CONTESTANTS)
     monkeypatch.setattr(tune, "_gpu", lambda device: ("a GPU", 108))
     monkeypatch.setattr(tune, "_measure", fake.measure)
     monkeypatch.setattr(exactness, "errors", fake.judge)
@@ -155,7 +155,7 @@ def test_few_are_measured_and_the_library_always(gpu):
     assert gpu.measured == [[*names[: tune.MOST_CONTESTANTS], "library"]]
 
 
-@pytest.mark.parametrize(("processors", "count"), [(1, 1), (2, 1), (4, 2), (64, 3)])
+@pytest.mark.parametrize(("processors", "count"), [(1, 1), (4, 1), (8, 2), (64, 3)])
 @pytest.mark.parametrize("library", [0, 10], ids=["library first", "library last"])
 def test_few_processors_compile_few_but_one_at_least(processors, count, library, gpu, monkeypatch):
     monkeypatch.setattr(build, "PROCESSORS", processors)

@@ -70,7 +70,7 @@ TINY_PRODUCTS, TINY_WEIGHT = 2**23, 2**18
 CHANNELS_LAST_PRODUCTS = 2**28
 """Multiply-adds below which the passes to channels_last and back take longer than the library gains there."""
 CHANNELS_LAST_CONTESTANTS = 2
-"""Most fused kernels that are candidates by way of channels_last."""
+"""Most fused kernels that are candidates by way of channels_last, given enough processors."""
 
 logger = logging.getLogger("fxfuse")
 
@@ -472,7 +472,8 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
         return f"{candidate.name}, in channels_last + passes", build_anchor
 
     try:
-        return [anchor(candidate) for candidate in _fused_candidates(there)[:CHANNELS_LAST_CONTESTANTS]]
+        most = min(CHANNELS_LAST_CONTESTANTS, tune.most_contestants())
+        return [anchor(candidate) for candidate in _fused_candidates(there)[:most]]
     except UnsupportedError:
         return []
 

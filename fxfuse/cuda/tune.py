@@ -189,14 +189,14 @@ def _at_hand(candidates: Sequence[Candidate], chosen: Candidate | None = None, s
     raise missing or UnsupportedError("no kernel of the package can be used")
 
 
-def most_contestants(processors: int) -> int:
-    """How many of the first candidates to measure on a machine with this many processors: half as many, one to three.
+def most_contestants() -> int:
+    """How many of the first candidates to measure on this machine: one to three, at most one for four processors.
 
-    Compiling a candidate takes a processor one second. Over the 309 problems in benchmarks/results (H200) the candidate
-    ranked first takes 1.016 times as long as the fastest of three, in geometric mean; the faster of the first two
-    takes 1.006 times as long. So a machine with two processors waits for fewer compilers and loses little.
+    Compiling a candidate takes a processor one to two seconds. Over the 309 problems in benchmarks/results (H200) the
+    candidate ranked first takes 1.016 times as long as the fastest of three, in geometric mean; the faster of the first
+    two takes 1.006 times as long. So a machine with few processors waits for fewer compilers and loses little.
     """
-    return min(MOST_CONTESTANTS, max(1, processors // 2))
+    return min(MOST_CONTESTANTS, max(1, build.PROCESSORS // 4))
 
 
 def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -204,7 +204,7 @@ def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
     with _choosing:
         candidates = _familiar_first(candidates)
         others = [candidate for candidate in candidates if not candidate.always]
-        ranked = candidates[: most_contestants(build.PROCESSORS)]
+        ranked = candidates[: most_contestants()]
         first = [candidate for candidate in ranked if not candidate.always] or others[:1]
         least = min((candidate.estimate for candidate in first if candidate.estimate is not None), default=math.inf)
         chosen = [candidate for candidate in first if (candidate.estimate or 0) <= UNPROMISING * least]
