@@ -547,9 +547,14 @@ def preparing() -> Iterator[Drafts]:
         drafts.close()
 
 
+def is_preparing() -> bool:
+    """Whether this thread is inside `preparing`."""
+    return getattr(_collecting, "pending", None) is not None
+
+
 def preparing_together() -> contextlib.AbstractContextManager[Any]:
     """`preparing`; inside another one, an empty context. The outer one makes all plans: kernels compile together."""
-    return preparing() if getattr(_collecting, "pending", None) is None else contextlib.nullcontext()
+    return contextlib.nullcontext() if is_preparing() else preparing()
 
 
 def prepared_by_first_calls(call: Callable[..., Any], calls: int = 1) -> Callable[..., Any]:

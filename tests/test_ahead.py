@@ -235,13 +235,13 @@ def test_verify_sees_kernels_although_the_first_call_is_torchs(monkeypatch: pyte
 
 @torch.no_grad()
 @pytest.mark.usefixtures("drafted")
-def test_calls_of_attention_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("example", [False, True], ids=["the first call", "an example"])
+def test_calls_of_attention_are_foreseen(monkeypatch: pytest.MonkeyPatch, example: bool) -> None:
     """By their fake tensors, in the first call, so that their kernels compile beside those of regions."""
     calls: list[tuple[torch.Tensor, ...]] = []
     monkeypatch.setattr(attention, "begin", lambda args, kwargs, result: calls.append((*args, result)))
-    model = Attention()
-    fast = fxfuse.optimize(model)
-    x = torch.randn(2, 5, 16)
+    model, x = Attention(), torch.randn(2, 5, 16)
+    fast = fxfuse.optimize(model, (x,) if example else None)
     torch.testing.assert_close(fast(x), model(x))
     ((query, *_, result),) = calls
     assert isinstance(query, FakeTensor) and query.shape == result.shape

@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import ahead, build, functional, guard, recapture, stream_capture
+from fxfuse import ahead, build, functional, guard, plans, recapture, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError, first_line
@@ -385,11 +385,22 @@ class Programs:
         places, waits = MOST_KEPT - len(self.programs), recapture.is_waiting()
         kind = self._repeats.look(lambda: ([(described(t), alignment(t)) for t in tensors], constants), places, waits)
         if kind is None or not kind.has_repeated or waits:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            if plans.is_preparing() and any(node.target in attention.CALLS for node in self._graph.nodes):
+                self._begin_attention(bound)
+            return result
         try:
             return self._recorded(bound, by_parts=merges)
         finally:
             forget_indices()
+
+    def _begin_attention(self, bound: Bound) -> None:
+        """Begins to compile the kernels of attention that the next call measures, beside those of this call."""
+        try:
+            foresee = dict.fromkeys(attention.CALLS, attention.begin)
+            ahead.run_without_data(self._root, self._graph, self._binding.values(bound), foresee)
+        except Exception as error:  # whatever an operator raises that needs data
+            logger.debug("fxfuse: kernels of attention are not foreseen further: %s", error)
 
     def _without_data(self, bound: Bound) -> None:
         try:
