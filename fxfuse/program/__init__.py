@@ -40,7 +40,7 @@ from fxfuse.locks import free_in_children
 from fxfuse.program import attention, attention_training
 from fxfuse.program.attention_by_hand import joined
 from fxfuse.program.binding import Binding, Bound, Repeats, are_constant
-from fxfuse.program.constants import without_constants
+from fxfuse.program.constants import constants_first, without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
@@ -231,13 +231,14 @@ def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]
     """
     if device.type not in MERGING:
         return recorder.steps
+    in_order = constants_first(recorder.steps, recorder.output)
     try:
         if device.type in ATTENDING:
             choose = functools.partial(attention.by_hand, device)
-            steps = joined(recorder.steps, recorder.output, choose, recorder.is_lasting)
+            steps = joined(in_order, recorder.output, choose, recorder.is_lasting)
             with contextlib.suppress(NoKernel):
                 return merged(steps, recorder.output, device)
-        return merged(recorder.steps, recorder.output, device)
+        return merged(in_order, recorder.output, device)
     except FxfuseError as error:
         logger.warning("fxfuse: torch runs what stands between regions: %s", error)
         return recorder.steps

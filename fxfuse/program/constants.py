@@ -18,6 +18,24 @@ MOST_BYTES: Final = 16 << 20
 
 def without_constants(steps: Sequence[Launch | Call], output: Any) -> tuple[list[Launch | Call], list[Slot]]:
     """The steps that must run at every call, and the slots of the constants that these read."""
+    found = _constants(steps, output)
+    left = [step for step in steps if not _is_constant(step, found)]
+    needed = {slot for step in left for slot in slots_of(step)} & found
+    return left, sorted(needed, key=lambda slot: slot.name)
+
+
+def constants_first(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
+    """The steps, those that make constants before the others.
+
+    Steps between which no constant is made can share a kernel: the tables of relative positions, say, by which three
+    tensors are indexed.
+    """
+    found = _constants(steps, output)
+    return sorted(steps, key=lambda step: not _is_constant(step, found))
+
+
+def _constants(steps: Sequence[Launch | Call], output: Any) -> set[Slot]:
+    """The slots of the constants that are kept."""
     leaving = {value.slot for value in values_in(output)}
     found = {slot for step in steps for slot in written_by(step) if slot.constant is not None} - leaving
     found -= set(_beyond(found, MOST_BYTES))
@@ -25,11 +43,8 @@ def without_constants(steps: Sequence[Launch | Call], output: Any) -> tuple[list
         constant = [_is_constant(step, found) for step in steps]
         other = _changed(steps, constant) & found
         if not other:
-            break
+            return found
         found -= other
-    left = [step for step, is_constant in zip(steps, constant, strict=True) if not is_constant]
-    needed = {slot for step in left for slot in slots_of(step)} & found
-    return left, sorted(needed, key=lambda slot: slot.name)
 
 
 def _is_constant(step: Launch | Call, found: set[Slot]) -> bool:
