@@ -1277,6 +1277,40 @@ def test_parts_that_are_changed_in_place(compute, calls, device):
     assert made.calls == calls, made.code
 
 
+def moved_after_a_part_was_changed(x):
+    y = x.cumsum(0)
+    y[:, 1:] += x[:, :1]
+    return y.transpose(1, 2).reshape(x.shape[0], -1) * 2
+
+
+def read_twice_after_a_part_was_changed(x):
+    y = x.cumsum(0)
+    y[:, 1:] += x[:, :1]
+    return y * 2, y.sum(-1)
+
+
+def tables(m, x):
+    """As relative positions: made of numbers, with which a parameter is indexed."""
+    near = (torch.arange(20)[:, None] - torch.arange(20)[None, :] + 19) % 20
+    far = (torch.arange(20)[:, None] * 2 - torch.arange(20)[None, :] + 19) % 20
+    return x @ m.p[near], x @ m.p[far].transpose(1, 2), x @ m.p[near.t() // 2]
+
+
+@pytest.mark.parametrize("compute, calls, launches", [
+    (scores_with_positions, 1, 1), (moved_after_a_part_was_changed, 1, 1), (read_twice_after_a_part_was_changed, 1, 2),
+])  # fmt: skip
+def test_a_part_is_changed_where_the_whole_is_read(compute, calls, launches, device):
+    """Only then: whoever else reads it needs it in memory."""
+    made = checked(Net(lambda m, x: compute(x)), device, 3, 20, 20)
+    assert (sum(made.calls.values()), made.launches) == (calls, launches), made.code
+
+
+def test_what_constants_choose_shares_a_launch(device):
+    made = checked(Net(tables, p=torch.randn(20, 20)), device, 20, 3, 20)
+    assert (made.calls, made.launches) == ({"bmm": 3}, 1), made.code
+    assert len(made.constants) == 3
+
+
 def test_an_argument_is_overwritten_as_eager_overwrites_it(any_device):
     model = Net(lambda m, x: (arguments_part(x), F.linear(x, x[0]).relu() + 1))
     fast = fxfuse.optimize(model)

@@ -85,13 +85,19 @@ class NoKernel(FxfuseError):
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     """The steps of a program after merging: kernels in place of the steps that loops compute.
 
-    If torch has to compute steps that kernels should (`_Torchs`), the others are merged anew.
+    If torch has to compute steps that kernels should (`_Torchs`), or steps have to store what their readers should have
+    computed (`_Stored`), all are merged anew.
 
     Raises ToolchainError, BuildError, NoKernel. In that case, only the loops of steps have changed.
     """
     while True:
         try:
             return _merged(steps, output, device)
+        except _Stored as stored:
+            for number in stored.numbers:
+                step = steps[number]
+                assert isinstance(step, Call)
+                step.loops = step.alone
         except _Torchs as torchs:
             if torchs.args:
                 logger.warning("fxfuse: torch computes a part of what stands between regions: %s", torchs)
@@ -110,6 +116,15 @@ class _Torchs(Exception):
 
     def __init__(self, numbers: set[int], *error: MissingKernelError) -> None:
         super().__init__(*map(str, error))
+        self.numbers = numbers
+
+
+class _Stored(Exception):
+    """Steps that overwrite a part of memory, by number, whose readers do not compute the whole: only the part is to be
+    written."""
+
+    def __init__(self, numbers: set[int]) -> None:
+        super().__init__()
         self.numbers = numbers
 
 
@@ -367,7 +382,9 @@ class _Plan:
             for step in steps:
                 loops = step.loops
                 is_product = isinstance(step, Call) and step.is_product  # small products are loops, but only for a GPU
-                if loops and (is_product or _overwrites_part(step) or not suits(loops)):
+                if isinstance(step, Call) and _overwrites_part(step):
+                    loops = step.loops = step.alone
+                if loops and (is_product or not suits(loops)):
                     step.loops = None
         self.computed: dict[int, Loops] = {}
         """By step number, in order: the loops that a kernel computes, with everything that was inlined."""
@@ -467,6 +484,8 @@ class _Plan:
         """By step number: the slots that it reads, and for each the first step, itself or inlined, that reads it."""
         gone: dict[int, set[int]] = {}
         """By step number: the in-place steps, itself or inlined, that overwrite nothing if the step is inlined."""
+        hoped: set[int] = set()
+        """Steps that overwrite a part of what torch or a region computed: their readers may compute the whole."""
         parts = self._parts
 
         def without_parts(number: int) -> None:
@@ -481,10 +500,13 @@ class _Plan:
             if loops is not None and _overwrites_part(step):
                 before = latest.get(loops.output.slot)
                 if before is None or not self._with(loops, self.computed[before], number, since[before], gone[before]):
-                    assert isinstance(step, Call)
-                    loops = step.loops = step.alone
-                    if loops is None:
-                        self._left.add(number)
+                    if self._may_be_absent(number, loops):
+                        hoped.add(number)
+                    else:
+                        assert isinstance(step, Call)
+                        loops = step.loops = step.alone
+                        if loops is None:
+                            self._left.add(number)
             if loops is not None and self._is_loops(number):
                 since[number], gone[number], parts[number] = dict.fromkeys(_sources(loops), number), set(), []
                 reads = dict.fromkeys(read.slot for read in loops.reads)
@@ -523,6 +545,8 @@ class _Plan:
             if count == 0:
                 del self.computed[number]
                 self.absent.add(number)
+        if hoped & self.computed.keys():
+            raise _Stored(hoped & self.computed.keys())
         for number, loops in list(self.computed.items()):
             if loops is self._steps[number].loops and self._is_better_without(number, loops):
                 del self.computed[number]

@@ -65,7 +65,7 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     if _is_whole(result):
         loops = _loops_of_whole(overload, args, kwargs, given, result)
     else:
-        loops = _loops_of_part(overload, args, result)
+        loops = _loops_of_part(overload, args, kwargs, result)
     return loops or loops_into(overload, args, kwargs, result)
 
 
@@ -90,22 +90,26 @@ def _loops_of_whole(
     return loops if _is_possible(loops) else None
 
 
-def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops | None:
+def _loops_of_part(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Value) -> Loops | None:
     """Loops over the whole memory of which torch overwrites a part: each element is the new one, or unchanged."""
     slot, body = result.slot, Body()
     whole = Value(slot, 0, slot.shape, slot.strides, slot.dtype, slot.name)
-    if overload.overloadpacket not in (_aten.copy_, _aten.fill_) or slot.dtype != result.dtype or not _is_whole(whole):
+    if not overload._schema.is_mutable or slot.dtype != result.dtype or not _is_whole(whole):
         return None
     strides = torch.empty(result.shape, device="meta").stride()
     part, at = Value(Slot("memory", ""), 0, result.shape, strides, result.dtype, ""), coordinates(whole.shape)
     try:
-        new, value = Body(), args[1]
-        is_read = isinstance(value, Value)
-        made = _cast(new, value, coordinates(part.shape), part.dtype) if is_read else _number(value, part.dtype)
+        new = Body()
+        if overload.overloadpacket in (_aten.copy_, _aten.fill_):
+            value = args[1]
+            is_read = isinstance(value, Value)
+            made = _cast(new, value, coordinates(part.shape), part.dtype) if is_read else _number(value, part.dtype)
+        else:
+            made = _pointwise(new, overload, args, kwargs, result)
         of_part = new.loops(part, made)
         own, where = coordinates_in(result, place_of(whole, at), math.prod(whole.shape))
         made = body.choose(where, body.read(part, own, tuple(where)), body.read(whole, at))
-    except Unknown:
+    except (Unknown, ops.Rejected, KeyError):
         return None
     loops = inlined(body.loops(whole, made), {part.slot: of_part})
     return loops if _is_possible(loops) else None
