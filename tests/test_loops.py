@@ -1290,10 +1290,13 @@ def read_twice_after_a_part_was_changed(x):
 
 
 def tables(m, x):
-    """As relative positions: made of numbers, with which a parameter is indexed."""
-    near = (torch.arange(20)[:, None] - torch.arange(20)[None, :] + 19) % 20
-    far = (torch.arange(20)[:, None] * 2 - torch.arange(20)[None, :] + 19) % 20
-    return x @ m.p[near], x @ m.p[far].transpose(1, 2), x @ m.p[near.t() // 2]
+    """As relative positions: each made of numbers, before a parameter is indexed with it."""
+
+    def chosen(step):
+        return m.p[(torch.arange(20)[:, None] * step - torch.arange(20)[None, :]) % 20]
+
+    one, two, three = map(chosen, (1, 2, 3))
+    return x @ one, x @ two, x @ three
 
 
 @pytest.mark.parametrize("compute, calls, launches", [
